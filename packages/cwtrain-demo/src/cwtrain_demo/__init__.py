@@ -1,0 +1,1 @@
+"""The quick start: train a small model against the emulator, weights hot-loaded after every step."""

@@ -1,0 +1,1 @@
+"""miles adapter for CoreWeave Dedicated Inference."""

@@ -1,0 +1,1 @@
+"""Entry point of this distribution in the `cwtrain` plugin group."""

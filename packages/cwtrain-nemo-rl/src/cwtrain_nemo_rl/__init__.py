@@ -1,0 +1,1 @@
+"""NeMo-RL adapter for CoreWeave Dedicated Inference."""

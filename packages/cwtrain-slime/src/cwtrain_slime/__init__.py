@@ -1,0 +1,1 @@
+"""slime adapter for CoreWeave Dedicated Inference."""
