@@ -1,0 +1,97 @@
+"""Bring snapshots into a running deployment: publish, trigger, wait, roll back.
+
+    from cwtrain.hotload import HotLoader
+    from cwtrain.infra import InferenceClient
+
+    loader = HotLoader(InferenceClient(), deployment_id="<uuid>")
+    loader.publish("/ckpt/step_000100", identity="step_000100")
+
+Names are loaded at first use: `inspect_snapshot` and the writers in `cwtrain.hotload.delta` need neither httpx nor
+boto3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cwtrain.errors import (
+        HotLoadFailedError,
+        HotLoadTimeoutError,
+        SnapshotConflictError,
+        SnapshotError,
+    )
+    from cwtrain.hotload.loader import HotLoader, ServedReport
+    from cwtrain.hotload.progress import ProgressEvent
+    from cwtrain.hotload.upload import upload_snapshot
+    from cwtrain.models.service import (
+        HotLoad,
+        HotLoadReplica,
+        HotLoadSpec,
+        HotLoadState,
+        HotLoadStatus,
+        HotLoadTarget,
+        IncrementalSnapshotMetadata,
+        PromptCachePolicy,
+        ReplicaState,
+        SnapshotChainEntry,
+        SnapshotType,
+    )
+    from cwtrain.models.snapshot import LocalSnapshot, PublishPlan, SnapshotKind
+    from cwtrain.snapshots import inspect_snapshot
+
+__all__ = [
+    "HotLoad",
+    "HotLoadFailedError",
+    "HotLoadReplica",
+    "HotLoadSpec",
+    "HotLoadState",
+    "HotLoadStatus",
+    "HotLoadTarget",
+    "HotLoadTimeoutError",
+    "HotLoader",
+    "IncrementalSnapshotMetadata",
+    "LocalSnapshot",
+    "ProgressEvent",
+    "PromptCachePolicy",
+    "PublishPlan",
+    "ReplicaState",
+    "ServedReport",
+    "SnapshotChainEntry",
+    "SnapshotConflictError",
+    "SnapshotError",
+    "SnapshotKind",
+    "SnapshotType",
+    "inspect_snapshot",
+    "upload_snapshot",
+]
+
+_ERRORS = ("HotLoadFailedError", "HotLoadTimeoutError", "SnapshotConflictError", "SnapshotError")
+_HOMES = {
+    "HotLoader": "cwtrain.hotload.loader",
+    "ServedReport": "cwtrain.hotload.loader",
+    "ProgressEvent": "cwtrain.hotload.progress",
+    "upload_snapshot": "cwtrain.hotload.upload",
+    "inspect_snapshot": "cwtrain.snapshots",
+    "LocalSnapshot": "cwtrain.models.snapshot",
+    "PublishPlan": "cwtrain.models.snapshot",
+    "SnapshotKind": "cwtrain.models.snapshot",
+    **dict.fromkeys(_ERRORS, "cwtrain.errors"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in __all__:
+        return getattr(import_module(_HOMES.get(name, "cwtrain.models.service")), name)
+    if name == "WeightMirror":
+        raise AttributeError(
+            "cwtrain.hotload.WeightMirror is not part of this version of cwtrain-core; "
+            "write_full_snapshot in cwtrain.hotload.delta makes full snapshots"
+        )
+    raise AttributeError(f"module 'cwtrain.hotload' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
