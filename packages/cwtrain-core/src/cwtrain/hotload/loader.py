@@ -1,0 +1,522 @@
+"""HotLoader: one deployment's snapshots, from a directory on disk to weights served by every replica."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import attrs
+
+from cwtrain.errors import (
+    ConfigError,
+    CWTrainError,
+    HotLoadError,
+    SnapshotChainError,
+    SnapshotError,
+    StorageNotFoundError,
+    StorageRegionError,
+)
+from cwtrain.events import (
+    SnapshotInspected,
+    SnapshotUploaded,
+    SyncCompleted,
+    SyncFailed,
+    SyncStarted,
+)
+from cwtrain.hotload import chain as chains
+from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
+from cwtrain.hotload.planning import plan_publish, some
+from cwtrain.hotload.progress import OnProgress, ProgressEvent
+from cwtrain.hotload.upload import put_manifest, store_for, upload_with_manifest
+from cwtrain.hotload.work import Work
+from cwtrain.infra.lifecycle import wait_for_deployment
+from cwtrain.models.service import (
+    Deployment,
+    HotLoad,
+    HotLoadReplica,
+    HotLoadState,
+    HotLoadTarget,
+    PromptCachePolicy,
+    ResourceStatus,
+    SnapshotType,
+)
+from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, PublishPlan
+from cwtrain.models.sync import SnapshotChoice
+from cwtrain.snapshots import inspect_snapshot
+from cwtrain.snapshots.identity import check_identity
+from cwtrain.snapshots.manifest import manifest_bytes, parse_manifest
+from cwtrain.storage import Location, ObjectStore, UploadProgress, UploadReport
+
+if TYPE_CHECKING:
+    from cwtrain.infra.client import InferenceClient
+    from cwtrain.plugins import Plugins
+
+__all__ = ["HotLoader", "ServedReport"]
+
+_log = logging.getLogger("cwtrain.hotload")
+
+
+class HotLoader:
+    """Publishes snapshots to one deployment and follows its hot-loads.
+
+    ``client`` is an ``InferenceClient``; ``s3`` a boto3 client (made from the environment at first use without it);
+    ``poll_interval`` and ``timeout`` are seconds. ``timeout`` covers everything after the upload: waiting for another
+    hot-load, acceptance, and the hot-load itself. ``plugins`` is the process-wide set unless given.
+
+        loader = HotLoader(InferenceClient(), deployment_id="<uuid>")
+        loader.publish("/ckpt/step_000100", identity="step_000100")
+        loader.publish("/ckpt/delta_000101", identity="step_000101", previous_identity="step_000100")
+
+    The same call made again after a crash goes on where it stopped: objects in the bucket are kept, and a hot-load that
+    it began is adopted.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        deployment_id: str,
+        *,
+        s3: Any = None,
+        poll_interval: float = 5.0,
+        timeout: float = 1800.0,
+        plugins: Plugins | None = None,
+        run_id: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not deployment_id:
+            raise ConfigError(
+                "deployment_id is empty", hint="give the deployment's UUID; `cwtrain deployment list` shows it"
+            )
+        self.client = client
+        self.deployment_id = deployment_id
+        self.poll_interval = _seconds("poll_interval", poll_interval)
+        self.timeout = _seconds("timeout", timeout)
+        self.run_id = run_id
+        self._s3 = s3
+        self._plugins = plugins
+        self._clock = clock
+        self._sleep = sleep
+        self._deployment: Deployment | None = None
+
+    def __repr__(self) -> str:
+        return f"HotLoader(deployment_id={self.deployment_id!r})"
+
+    # -- what the deployment is and serves -------------------------------------------------------------------------
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment as last seen; asked for at first use."""
+        return self._deployment or self.refresh_deployment()
+
+    def refresh_deployment(self) -> Deployment:
+        """Ask the service for the deployment again."""
+        self._deployment = self.client.get_deployment(self.deployment_id)
+        return self._deployment
+
+    @property
+    def target(self) -> HotLoadTarget:
+        """Where the deployment takes snapshots from. Raises HotLoadError when it cannot be hot-loaded."""
+        target = self.deployment.hot_load
+        if target is None or not target.bucket:
+            raise HotLoadError(
+                f"deployment {self.deployment_id} ({self.deployment.name}) was created without hotLoad",
+                hint="hotLoad {bucket, pathPrefix, transitionMode} can be set at creation only: create a deployment "
+                "with it (engine dynamo-vllm, gateways of one zone)",
+            )
+        return target
+
+    @property
+    def location(self) -> Location:
+        """The bucket and prefix of the deployment's snapshots."""
+        return Location(bucket=self.target.bucket, path_prefix=self.target.path_prefix)
+
+    @property
+    def store(self) -> ObjectStore:
+        """The object store of the deployment's snapshots."""
+        return store_for(self.target.bucket, self._s3)
+
+    def hot_loads(self) -> list[HotLoad]:
+        """Return all hot-loads of the deployment, newest first."""
+        return list(self.client.list_hot_loads(self.deployment_id))
+
+    def active_hot_load(self) -> HotLoad | None:
+        """Return the unfinished hot-load, or None."""
+        return chains.active(self.client.list_hot_loads(self.deployment_id))
+
+    def latest_completed(self) -> HotLoad | None:
+        """Return the newest COMPLETED hot-load, or None while the deployment serves its base weights."""
+        return chains.latest_completed(self.client.list_hot_loads(self.deployment_id))
+
+    def current_identity(self) -> str | None:
+        """Return the identity that the deployment serves, or None while it serves its base weights."""
+        latest = self.latest_completed()
+        return latest.identity if latest else None
+
+    def completed_hot_load(self, identity: str) -> HotLoad | None:
+        """Return the newest COMPLETED hot-load of ``identity``, or None."""
+        return chains.completed(self.client.list_hot_loads(self.deployment_id), identity)
+
+    def status(self, hot_load_id: str) -> tuple[HotLoad, list[HotLoadReplica]]:
+        """Return a hot-load and its replicas, and warn about replicas that contradict COMPLETED."""
+        hot_load = self.client.get_hot_load(hot_load_id)
+        replicas = list(self.client.list_hot_load_replicas(hot_load_id))
+        warn_about_stragglers(hot_load, replicas)
+        return hot_load, replicas
+
+    def verify_served(self, identity: str) -> ServedReport:
+        """Ask every replica, by the newest COMPLETED hot-load of ``identity``, what it serves now.
+
+        Raises SnapshotChainError when the deployment never completed a hot-load of it.
+        """
+        hot_load = self.completed_hot_load(identity)
+        if hot_load is None:
+            raise _never_completed(identity, self.deployment_id)
+        return self.operations.served(hot_load)
+
+    # -- publish ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def publish(
+        self,
+        checkpoint: str | os.PathLike[str],
+        identity: str,
+        *,
+        previous_identity: str | None = ...,
+        prompt_cache_policy: PromptCachePolicy = ...,
+        wait: bool = ...,
+        timeout: float | None = ...,
+        on_progress: OnProgress | None = ...,
+        workers: int = ...,
+        dry_run: Literal[False] = ...,
+    ) -> HotLoad: ...
+
+    @overload
+    def publish(
+        self,
+        checkpoint: str | os.PathLike[str],
+        identity: str,
+        *,
+        previous_identity: str | None = ...,
+        prompt_cache_policy: PromptCachePolicy = ...,
+        wait: bool = ...,
+        timeout: float | None = ...,
+        on_progress: OnProgress | None = ...,
+        workers: int = ...,
+        dry_run: Literal[True],
+    ) -> PublishPlan: ...
+
+    def publish(
+        self,
+        checkpoint: str | os.PathLike[str],
+        identity: str,
+        *,
+        previous_identity: str | None = None,
+        prompt_cache_policy: PromptCachePolicy = PromptCachePolicy.UNSPECIFIED,
+        wait: bool = True,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+        workers: int = 8,
+        dry_run: bool = False,
+    ) -> HotLoad | PublishPlan:
+        """Inspect, upload, hot-load ``checkpoint`` as ``identity`` and return the hot-load, COMPLETED if waited for.
+
+        A delta needs its predecessor: ``previous_identity``, or a numeric ``base_version`` N in its index, which means
+        ``weight_v{N:06d}``. The whole plan is checked before the first byte is written; ``dry_run=True`` returns it and
+        writes nothing. ``timeout`` (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at
+        each step.
+
+        Raises SnapshotLayoutError with all problems of the directory, SnapshotChainError for a predecessor that this
+        deployment has not completed or a chain that is too long, SnapshotConflictError when the identity holds other
+        content, StorageError naming a refused permission, DeploymentFailedError, HotLoadFailedError with the replicas'
+        reasons, HotLoadTimeoutError naming what still runs.
+        """
+        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        check_identity(identity)
+        started = self._clock()
+        snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
+        inspected = self._clock() - started
+        if not dry_run:
+            self._wait_until_ready(limit)
+        else:
+            self.refresh_deployment()
+        hot_loads = self.hot_loads()
+        work = Work.of(snapshot, identity, prompt_cache_policy)
+        plan = plan_publish(
+            snapshot,
+            work,
+            deployment=self.deployment,
+            location=self.location,
+            store=self.store,
+            hot_loads=hot_loads,
+        )
+        done = self.operations.done(work, hot_loads) if not plan.upload_bytes else None
+        plan = attrs.evolve(plan, already_served=done is not None)
+        if dry_run:
+            return plan
+        if done is not None:
+            _log.info("%s is served already by hot-load %s: nothing to do", identity, done.id)
+            return done
+        self.plugins.before_publish(plan)
+        self.plugins.notify(
+            SyncStarted(
+                identity=identity,
+                choice=SnapshotChoice(snapshot.kind.value),
+                previous_identity=snapshot.previous_identity,
+                run_id=self.run_id,
+            )
+        )
+        try:
+            self.plugins.notify(
+                SnapshotInspected(
+                    identity=identity,
+                    kind=snapshot.kind,
+                    files=len(snapshot.files),
+                    size_bytes=snapshot.total_bytes,
+                    run_id=self.run_id,
+                )
+            )
+            report = self._upload(snapshot, identity, workers=workers, on_progress=on_progress)
+            hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
+        except CWTrainError as error:
+            self.plugins.notify(SyncFailed(error=error, identity=identity, run_id=self.run_id))
+            raise
+        timings = {
+            **hot_load.timings,
+            "inspect_seconds": inspected,
+            "upload_seconds": report.seconds,
+            "bytes": float(snapshot.total_bytes),
+            "uploaded_bytes": float(report.uploaded_bytes),
+            "tensor_bytes": float(snapshot.tensor_bytes),
+        }
+        if hot_load.state is HotLoadState.COMPLETED:
+            self.plugins.notify(
+                SyncCompleted(
+                    identity=identity, hot_load_id=hot_load.id, seconds=self._clock() - started, run_id=self.run_id
+                )
+            )
+        return attrs.evolve(hot_load, timings=timings)
+
+    def plan(
+        self,
+        checkpoint: str | os.PathLike[str],
+        identity: str,
+        *,
+        previous_identity: str | None = None,
+        prompt_cache_policy: PromptCachePolicy = PromptCachePolicy.UNSPECIFIED,
+    ) -> PublishPlan:
+        """Return what ``publish`` would do; nothing is written."""
+        return self.publish(
+            checkpoint,
+            identity,
+            previous_identity=previous_identity,
+            prompt_cache_policy=prompt_cache_policy,
+            dry_run=True,
+        )
+
+    def upload(
+        self,
+        checkpoint: str | os.PathLike[str],
+        identity: str,
+        *,
+        previous_identity: str | None = None,
+        workers: int = 8,
+        on_progress: OnProgress | None = None,
+    ) -> str:
+        """Upload ``checkpoint`` as ``identity`` without a hot-load and return its ``s3://`` URI."""
+        snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
+        return self._upload(snapshot, identity, workers=workers, on_progress=on_progress).uri
+
+    def trigger(
+        self,
+        identity: str,
+        *,
+        previous_identity: str | None = None,
+        prompt_cache_policy: PromptCachePolicy = PromptCachePolicy.UNSPECIFIED,
+        wait: bool = True,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> HotLoad:
+        """Hot-load a snapshot that is in the bucket and return the hot-load, COMPLETED if waited for.
+
+        Whether it is a delta, and on what, is read from its index in the bucket unless ``previous_identity`` says so.
+        An unfinished hot-load of the deployment is waited for first. Raises as ``publish`` does.
+        """
+        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        check_identity(identity)
+        self._wait_until_ready(limit)
+        previous = previous_identity or self._previous_in_bucket(identity)
+        work = Work(
+            identity,
+            SnapshotType.INCREMENTAL if previous else SnapshotType.FULL,
+            previous,
+            PromptCachePolicy(prompt_cache_policy),
+        )
+        return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
+
+    def rollback(
+        self,
+        identity: str,
+        *,
+        prompt_cache_policy: PromptCachePolicy = PromptCachePolicy.UNSPECIFIED,
+        wait: bool = True,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> HotLoad:
+        """Serve an earlier ``identity`` again: a new hot-load of the same type on the same predecessor.
+
+        Raises SnapshotChainError when the deployment never completed it, SnapshotError naming objects of its chain that
+        are gone from the bucket.
+        """
+        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        self._wait_until_ready(limit)
+        hot_loads = self.hot_loads()
+        earlier = chains.completed(hot_loads, identity)
+        if earlier is None:
+            raise _never_completed(identity, self.deployment_id)
+        self._require_objects(chains.chain_of(earlier, hot_loads))
+        work = Work(identity, earlier.spec.type, earlier.previous_identity, PromptCachePolicy(prompt_cache_policy))
+        return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
+
+    def wait(self, hot_load_id: str, *, timeout: float | None = None, on_progress: OnProgress | None = None) -> HotLoad:
+        """Wait until a hot-load has ended and return it, COMPLETED.
+
+        Outages of the API are survived until ``timeout`` (seconds). Raises HotLoadFailedError with the hot-load's
+        conditions and each replica's reason, HotLoadCanceledError, HotLoadTimeoutError, DeploymentFailedError.
+        """
+        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        return self.operations.follow(hot_load_id, deadline=self._clock() + limit, limit=limit, on_progress=on_progress)
+
+    # -- manifests -------------------------------------------------------------------------------------------------
+
+    def manifest_key(self, identity: str) -> str:
+        """Return the key of the manifest of ``identity`` in the deployment's bucket."""
+        return self.location.manifest_key(identity)
+
+    def upload_manifest(self, identity: str, manifest: Mapping[str, Any]) -> str:
+        """Write the manifest of ``identity`` once and return its key; an existing one is kept."""
+        return put_manifest(self.store, self.location, check_identity(identity), manifest_bytes(manifest))
+
+    def read_manifest(self, identity: str) -> dict[str, Any]:
+        """Return the manifest of ``identity``. Raises StorageNotFoundError where there is none."""
+        return parse_manifest(self.store.get(self.manifest_key(identity)))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plugins(self) -> Plugins:
+        """The plugins that are asked and told."""
+        if self._plugins is None:
+            from cwtrain.plugins import get_plugins
+
+            self._plugins = get_plugins()
+        return self._plugins
+
+    @property
+    def operations(self) -> HotLoadOperations:
+        """What asks for this deployment's hot-loads and follows them."""
+        return HotLoadOperations(
+            client=self.client,
+            deployment_id=self.deployment_id,
+            plugins=self.plugins,
+            poll_interval=self.poll_interval,
+            run_id=self.run_id,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+
+    def _wait_until_ready(self, timeout: float) -> None:
+        """Return once the deployment is READY; one that is FAILED or going away is an error at once."""
+        deployment = self.refresh_deployment()
+        _ = self.target
+        if deployment.status is not ResourceStatus.READY:
+            self._deployment = wait_for_deployment(
+                self.client, self.deployment_id, timeout=timeout, poll_interval=self.poll_interval
+            )
+
+    def _upload(
+        self, snapshot: LocalSnapshot, identity: str, *, workers: int, on_progress: OnProgress | None
+    ) -> UploadReport:
+        def tell(progress: UploadProgress) -> None:
+            if on_progress is not None:
+                on_progress(ProgressEvent(upload=progress, elapsed=progress.seconds))
+
+        report = upload_with_manifest(
+            snapshot,
+            store=store_for(self.target.bucket, self._s3, workers=workers),
+            location=self.location,
+            identity=identity,
+            workers=workers,
+            on_progress=tell,
+            deployment_id=self.deployment_id,
+            run_id=self.run_id,
+        )
+        self.plugins.notify(
+            SnapshotUploaded(
+                identity=identity,
+                objects=len(report.uploaded) + len(report.reused),
+                uploaded_bytes=report.uploaded_bytes,
+                reused_bytes=report.reused_bytes,
+                seconds=report.seconds,
+                run_id=self.run_id,
+            )
+        )
+        return report
+
+    def _previous_in_bucket(self, identity: str) -> str | None:
+        """Return the predecessor that a delta's index in the bucket names, or None for a full snapshot."""
+        location = self.location
+        try:
+            index = json.loads(self.store.get(location.key(identity, INDEX_NAME)))
+            metadata = index.get("metadata") or {}
+        except StorageNotFoundError as error:
+            raise SnapshotError(
+                f"there is no snapshot {location.uri(identity)}: it has no {INDEX_NAME}",
+                hint="publish it (cwtrain hotload publish), or check the identity",
+            ) from error
+        except StorageRegionError as error:
+            _log.warning("%s cannot be looked at (%s): it is taken for a full snapshot", location.uri(identity), error)
+            return None
+        except (ValueError, AttributeError) as error:
+            raise SnapshotError(f"the index of {location.uri(identity)} is not readable: {error}") from error
+        if not metadata.get("delta_encoding"):
+            return None
+        return str(metadata.get("base_version") or "") or None
+
+    def _require_objects(self, chain: Any) -> None:
+        missing: list[str] = []
+        for link in chain.links:
+            names = [INDEX_NAME]
+            with suppress(StorageNotFoundError):
+                index = json.loads(self.store.get(self.location.key(link.identity, INDEX_NAME)))
+                names += sorted(set((index.get("weight_map") or {}).values()))
+            missing += [
+                key
+                for key in (self.location.key(link.identity, name) for name in names)
+                if self.store.head(key) is None
+            ]
+        if missing:
+            raise SnapshotError(
+                f"{len(missing)} objects that {chain.links[-1].identity} needs are gone from bucket "
+                f"{self.target.bucket}: {some(missing)}",
+                hint="choose an identity whose chain is still there (cwtrain hotload list), or publish a full snapshot",
+            )
+
+
+def _seconds(name: str, value: float) -> float:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} is {value!r}", hint=f"{name} is seconds, finite and greater than zero")
+    return float(value)
+
+
+def _never_completed(identity: str, deployment_id: str) -> SnapshotChainError:
+    return SnapshotChainError(
+        f"deployment {deployment_id} has never completed a hot-load of {identity}",
+        hint=f"`cwtrain hotload list --deployment {deployment_id}` shows what it has",
+    )

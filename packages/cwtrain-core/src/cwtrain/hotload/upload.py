@@ -1,0 +1,149 @@
+"""Upload a snapshot under its identity: the facade over inspection, storage and manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cwtrain.errors import SnapshotError, StorageConflictError
+from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
+from cwtrain.snapshots.identity import check_identity
+from cwtrain.snapshots.index import index_for_upload
+from cwtrain.snapshots.manifest import build_manifest, manifest_bytes
+from cwtrain.storage import (
+    Location,
+    ObjectDigest,
+    ObjectStore,
+    S3Store,
+    UploadProgress,
+    UploadReport,
+    s3_client,
+    upload_objects,
+)
+
+__all__ = ["files_for_upload", "store_for", "upload_snapshot", "upload_with_manifest"]
+
+
+def upload_snapshot(
+    snapshot: LocalSnapshot,
+    *,
+    bucket: str,
+    identity: str,
+    path_prefix: str = "",
+    s3: Any = None,
+    workers: int = 8,
+    on_progress: Callable[[UploadProgress], None] | None = None,
+) -> str:
+    """Upload ``snapshot`` as ``identity`` and return its ``s3://`` URI.
+
+    The upload is immutable and resumable: objects that are there and equal are kept, anything else under the identity
+    raises SnapshotConflictError before a byte is written, and the index goes last, so no reader sees half a snapshot.
+    ``s3`` is a boto3 client (one is made from the environment without it), ``on_progress`` gets byte counts,
+    ``workers`` bounds the parallel requests.
+
+    Raises SnapshotError for an identity or snapshot that cannot be published, SnapshotConflictError,
+    SnapshotChangedError when a file changes meanwhile, and StorageError naming the refused permission.
+    """
+    report = upload_with_manifest(
+        snapshot,
+        store=store_for(bucket, s3, workers=workers),
+        location=Location(bucket=bucket, path_prefix=path_prefix),
+        identity=identity,
+        workers=workers,
+        on_progress=on_progress,
+    )
+    return report.uri
+
+
+def upload_with_manifest(
+    snapshot: LocalSnapshot,
+    *,
+    store: ObjectStore,
+    location: Location,
+    identity: str,
+    workers: int = 8,
+    on_progress: Callable[[UploadProgress], None] | None = None,
+    deployment_id: str | None = None,
+    run_id: str | None = None,
+) -> UploadReport:
+    """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there."""
+    files = files_for_upload(snapshot, identity)
+    with ThreadPoolExecutor(1, thread_name_prefix="cwtrain-checksums") as pool:
+        # Full checkpoints of a trainer carry no checksums. Theirs are computed while the files are being sent.
+        checksums = pool.submit(_checksums, snapshot)
+
+        def write_manifest(digests: Mapping[str, ObjectDigest]) -> None:
+            manifest = build_manifest(
+                identity=identity,
+                objects={name: (digest.size_bytes, digest.sha256) for name, digest in digests.items()},
+                tensors=checksums.result(),
+                deployment_id=deployment_id,
+                run_id=run_id,
+                version=snapshot.version,
+            )
+            put_manifest(store, location, identity, manifest_bytes(manifest))
+
+        return upload_objects(
+            files,
+            store=store,
+            location=location,
+            identity=identity,
+            workers=workers,
+            on_progress=on_progress,
+            run_id=run_id,
+            before_index=write_manifest,
+        )
+
+
+def put_manifest(store: ObjectStore, location: Location, identity: str, body: bytes) -> str:
+    """Write the manifest of ``identity`` once and return its key; one that is there already is kept."""
+    key = location.manifest_key(identity)
+    try:
+        store.put(key, body, if_absent=True)
+    except StorageConflictError:
+        # Written by an earlier attempt whose objects this upload just found equal, so it says the same.
+        pass
+    return key
+
+
+def files_for_upload(snapshot: LocalSnapshot, identity: str) -> tuple[SnapshotFile, ...]:
+    """Return the objects of ``snapshot`` as they go up under ``identity``: a delta's index names identities.
+
+    Raises SnapshotError for an identity that cannot be published, an empty delta, or a delta without predecessor.
+    """
+    check_identity(identity)
+    if snapshot.empty_delta:
+        raise SnapshotError(
+            f"{snapshot.path} is an empty delta: nothing changed since {snapshot.base_version}",
+            hint="skip this version; the deployment already serves these weights",
+        )
+    if snapshot.kind is SnapshotKind.DELTA and snapshot.previous_identity == identity:
+        raise SnapshotError(
+            f"the delta {identity} would apply to itself",
+            hint="give the identity of the snapshot before it as previous_identity (--previous-identity)",
+        )
+    body = index_for_upload(snapshot, identity)
+    return tuple(
+        SnapshotFile(name=INDEX_NAME, size_bytes=len(body), head=body) if _rewritten(snapshot, file) else file
+        for file in snapshot.files
+    )
+
+
+def _rewritten(snapshot: LocalSnapshot, file: SnapshotFile) -> bool:
+    return file.name == INDEX_NAME and snapshot.kind is SnapshotKind.DELTA
+
+
+def _checksums(snapshot: LocalSnapshot) -> Mapping[str, str]:
+    if len(snapshot.checksums) == snapshot.tensors:
+        return snapshot.checksums
+    from cwtrain.hotload.delta import checkpoint_checksums
+
+    return checkpoint_checksums(snapshot.path)
+
+
+def store_for(bucket: str, s3: Any = None, *, workers: int = 8) -> ObjectStore:
+    """Return an object store on ``bucket``, with a client from the environment unless ``s3`` is one."""
+    if s3 is None:
+        s3 = s3_client(max_pool_connections=max(16, 2 * workers))
+    return S3Store(s3, bucket)
