@@ -5,12 +5,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cwtrain.config._describe import CONFIGS, Setting, SettingValue, describe, located
     from cwtrain.config.api import ApiConfig
+    from cwtrain.config.hotload import HotLoadConfig
+    from cwtrain.config.plugins import PluginConfig
+    from cwtrain.config.storage import StorageConfig
 
-__all__ = ["ApiConfig"]
+__all__ = [
+    "CONFIGS",
+    "ApiConfig",
+    "HotLoadConfig",
+    "PluginConfig",
+    "Setting",
+    "SettingValue",
+    "StorageConfig",
+    "describe",
+    "located",
+]
 
 _HOMES = {
+    "CONFIGS": "cwtrain.config._describe",
     "ApiConfig": "cwtrain.config.api",
+    "HotLoadConfig": "cwtrain.config.hotload",
+    "PluginConfig": "cwtrain.config.plugins",
+    "Setting": "cwtrain.config._describe",
+    "SettingValue": "cwtrain.config._describe",
+    "StorageConfig": "cwtrain.config.storage",
+    "describe": "cwtrain.config._describe",
+    "located": "cwtrain.config._describe",
 }
 
 

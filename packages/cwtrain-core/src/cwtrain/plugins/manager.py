@@ -1,0 +1,538 @@
+"""``Plugins``: finds plugins, keeps them apart from each other, and asks them through typed methods.
+
+pluggy keeps the registry, the call order, wrappers and argument checks. The dispatch of *register* and *observe* hooks
+is ours: with pluggy's own, one plugin that raises would keep all later ones from being called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar, assert_never
+
+import attrs
+import pluggy
+
+from cwtrain.config import PluginConfig
+from cwtrain.errors import PluginConflictError, PluginError, PluginLoadError
+from cwtrain.events import (
+    AnyEvent,
+    HotLoadProgressed,
+    HotLoadRequested,
+    RolloutBatchCompleted,
+    RolloutRetried,
+    RolloutUnavailable,
+    SnapshotInspected,
+    SnapshotUploaded,
+    SyncCompleted,
+    SyncFailed,
+    SyncSkipped,
+    SyncStarted,
+    WeightsWritten,
+    WeightVersionSeen,
+)
+from cwtrain.models.snapshot import Chain, PublishPlan
+from cwtrain.models.sync import (
+    Integration,
+    RolloutBackendFactory,
+    SnapshotChoice,
+    WeightSyncRequest,
+    WeightSyncResult,
+)
+from cwtrain.plugins import specs
+
+if TYPE_CHECKING:
+    import click
+
+__all__ = ["BrokenPlugin", "LoadedPlugin", "Plugins", "get_plugins"]
+
+logger = logging.getLogger("cwtrain.plugins")
+_T = TypeVar("_T")
+
+
+@attrs.frozen(kw_only=True)
+class LoadedPlugin:
+    """A plugin that takes part: its name, where it comes from and the hooks it implements."""
+
+    name: str
+    module: str
+    distribution: str | None = None
+    version: str | None = None
+    hooks: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """The distribution with its version, or the module where no distribution is known."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.module
+
+
+@attrs.frozen(kw_only=True)
+class BrokenPlugin:
+    """A plugin that failed ``where`` (``load`` or a hook's name), and with what ``error``."""
+
+    name: str
+    module: str
+    where: str
+    error: str
+    distribution: str | None = None
+    version: str | None = None
+
+
+class Plugins:
+    """The plugins of one process, or of one test, asked through one typed method for each hook.
+
+    ``Plugins()`` is empty; ``Plugins.load()`` has what the environment's entry points name. ``failures`` counts the
+    exceptions of *observe* hooks by (plugin, hook).
+    """
+
+    def __init__(self, config: PluginConfig | None = None) -> None:
+        self._config = config if config is not None else PluginConfig()
+        self._manager: Final = pluggy.PluginManager(specs.PROJECT)
+        self._manager.add_hookspecs(specs)
+        self._loaded: dict[str, LoadedPlugin] = {}
+        self._broken: dict[tuple[str, str], BrokenPlugin] = {}
+        self._disabled: tuple[str, ...] = ()
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._callers: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {}
+        if self._config.trace:
+            self._manager.add_hookcall_monitoring(_trace_before, _trace_after)
+
+    # ------------------------------------------------------------------ loading
+
+    @classmethod
+    def load(
+        cls,
+        config: PluginConfig | None = None,
+        *,
+        entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
+    ) -> Plugins:
+        """Return the plugins that entry points of the group ``cwtrain`` name, those of ``config.disabled`` left out.
+
+        A plugin that cannot be imported or names an unknown hook is recorded in ``broken`` and warned about once;
+        ``config.strict`` raises ``PluginLoadError`` instead. Without ``config`` the environment says
+        (``CWTRAIN_DISABLED_PLUGINS``, ``CWTRAIN_STRICT_PLUGINS``, ``CWTRAIN_TRACE_PLUGINS``).
+        """
+        plugins = cls(config if config is not None else PluginConfig.from_env())
+        if entry_points is None:
+            entry_points = importlib.metadata.entry_points(group=specs.ENTRY_POINT_GROUP)
+        off = {_folded(name) for name in plugins._config.disabled}
+        seen: dict[str, importlib.metadata.EntryPoint] = {}
+        disabled = set()
+        for entry in sorted(entry_points, key=lambda entry: (entry.name, _distribution(entry)[0] or "")):
+            if _folded(entry.name) in off:
+                disabled.add(entry.name)
+                continue
+            if (first := seen.setdefault(entry.name, entry)) is not entry:
+                if first.value != entry.value:  # the same one twice on the path is no conflict
+                    plugins._record_broken(_broken_entry(entry, _conflict("plugin", entry.name, first, entry)))
+                continue
+            plugins._load_entry(entry)
+        plugins._disabled = tuple(sorted(disabled))
+        return plugins
+
+    def _load_entry(self, entry: importlib.metadata.EntryPoint) -> None:
+        distribution, version = _distribution(entry)
+        try:
+            self.register(entry.load(), entry.name, distribution=distribution, version=version)
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - whatever a foreign module does at import stays its own
+            self._record_broken(_broken_entry(entry, exc), exc)
+
+    def register(
+        self, plugin: object, name: str | None = None, *, distribution: str | None = None, version: str | None = None
+    ) -> str:
+        """Add ``plugin`` (a module, a class or an object with ``hookimpl`` functions) and return its name.
+
+        Raises ``PluginConflictError`` for a name that is taken and ``PluginLoadError`` for an unknown hook or for
+        arguments that the hook does not have; nothing is added then.
+        """
+        name = name or self._manager.get_canonical_name(plugin)
+        if (other := self._loaded.get(name)) is not None:
+            raise PluginConflictError(
+                f"two plugins are named {name!r}: {other.origin} and {distribution or _module_of(plugin)}",
+                hint=f"uninstall one of them, or leave one out with {_DISABLE}",
+            )
+        try:
+            self._manager.register(plugin, name)
+            self._refuse_unknown_hooks(plugin, name)
+        except (pluggy.PluginValidationError, ValueError, PluginLoadError) as exc:
+            # Older pluggy leaves a plugin that failed validation half registered.
+            if self._manager.get_plugin(name) is plugin:
+                self._manager.unregister(plugin, name)
+            if isinstance(exc, PluginLoadError):
+                raise
+            raise PluginLoadError(f"plugin {name!r} cannot be used: {_one_line(exc)}") from exc
+        finally:
+            self._callers.clear()
+        self._loaded[name] = LoadedPlugin(
+            name=name,
+            module=_module_of(plugin),
+            distribution=distribution,
+            version=version,
+            hooks=tuple(sorted(hook.name for hook in self._manager.get_hookcallers(plugin) or ())),
+        )
+        return name
+
+    def unregister(self, name: str) -> None:
+        """Remove the plugin called ``name``."""
+        self._manager.unregister(name=name)
+        self._loaded.pop(name, None)
+        self._callers.clear()
+
+    def _refuse_unknown_hooks(self, plugin: object, name: str) -> None:
+        unknown = [
+            hook.name
+            for hook in self._manager.get_hookcallers(plugin) or ()
+            if not hook.has_spec()
+            and any(impl.plugin is plugin and not impl.optionalhook for impl in hook.get_hookimpls())
+        ]
+        if unknown:
+            close = [match for hook in unknown for match in difflib.get_close_matches(hook, specs.KINDS, 1)]
+            raise PluginLoadError(
+                f"plugin {name!r} implements unknown hooks: {', '.join(unknown)}",
+                hint=(f"did you mean {', '.join(close)}? " if close else "")
+                + "A hook of another version of core is marked hookimpl(optionalhook=True)",
+            )
+
+    def _record_broken(self, broken: BrokenPlugin, cause: BaseException | None = None) -> None:
+        if self._config.strict:
+            raise PluginLoadError(
+                f"plugin {broken.name!r} ({_origin(broken)}) is broken at {broken.where}: {broken.error}",
+                hint=f"fix or uninstall it, leave it out with {_DISABLE}, or unset CWTRAIN_STRICT_PLUGINS",
+            ) from cause
+        if (key := (broken.name, broken.where)) not in self._broken:
+            logger.warning(
+                "plugin %r (%s) is left out at %s: %s; see: cwtrain plugins list",
+                broken.name,
+                _origin(broken),
+                broken.where,
+                broken.error,
+            )
+            logger.debug("traceback of plugin %r", broken.name, exc_info=cause)
+            self._broken[key] = broken
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def loaded(self) -> tuple[LoadedPlugin, ...]:
+        """The plugins that take part, by name."""
+        return tuple(self._loaded[name] for name in sorted(self._loaded))
+
+    @property
+    def broken(self) -> tuple[BrokenPlugin, ...]:
+        """What failed to load or to register, by name."""
+        return tuple(self._broken[key] for key in sorted(self._broken))
+
+    @property
+    def disabled(self) -> tuple[str, ...]:
+        """Names of installed plugins that the configuration leaves out."""
+        return self._disabled
+
+    @property
+    def failures(self) -> Mapping[tuple[str, str], int]:
+        """How often an *observe* hook raised, by (plugin, hook)."""
+        return MappingProxyType(self._failures)
+
+    # ------------------------------------------------------------------ register hooks
+
+    def integrations(self) -> tuple[Integration, ...]:
+        """Return the trainers that plugins integrate, by name; two of one name raise ``PluginConflictError``."""
+        found = self._collect("cwtrain_register_integration", Integration)
+        return tuple(item for _, item in sorted(_unique("integration", found).items()))
+
+    def rollout_backends(self) -> tuple[RolloutBackendFactory, ...]:
+        """Return the ways to sample rollouts, by name; two of one name raise ``PluginConflictError``."""
+        found = self._collect("cwtrain_register_rollout_backend", RolloutBackendFactory)
+        return tuple(item for _, item in sorted(_unique("rollout backend", found).items()))
+
+    def rollout_backend(self, name: str) -> RolloutBackendFactory:
+        """Return the way to sample rollouts called ``name``; ``PluginError`` says which there are."""
+        backends = {backend.name: backend for backend in self.rollout_backends()}
+        if name not in backends:
+            raise PluginError(
+                f"no rollout backend is named {name!r}; there are: {', '.join(backends) or 'none'}",
+                hint="install the distribution that brings it, and look at: cwtrain plugins list",
+            )
+        return backends[name]
+
+    def register_commands(self, group: click.Group, *, reserved: Collection[str] = ()) -> None:
+        """Add the plugins' commands to ``group``. Names in ``reserved`` are core's and stay core's.
+
+        A name that two plugins offer becomes a command that fails and names both distributions.
+        """
+        import click
+
+        owners: dict[str, LoadedPlugin] = {}
+        for plugin_name, call in self._each("cwtrain_register_commands"):
+            plugin = self._loaded[plugin_name]
+            own = click.Group(plugin_name)
+            if self._isolated(plugin_name, "cwtrain_register_commands", call, cli=own) is None:
+                continue
+            for name, command in own.commands.items():
+                if name in reserved:
+                    self._record_broken(
+                        _broken_hook(plugin, "cwtrain_register_commands", f"{name!r} is core's command")
+                    )
+                elif name in owners:
+                    conflict = PluginConflictError(
+                        f"two plugins offer the command {name!r}: {owners[name].origin} and {plugin.origin}",
+                        hint=f"uninstall one of them, or leave one out with {_DISABLE}",
+                    )
+                    group.add_command(_conflicting_command(name, conflict), name)
+                    self._record_broken(_broken_hook(plugin, f"command {name}", str(conflict)))
+                else:
+                    owners[name] = plugin
+                    group.add_command(command, name)
+
+    def _collect(self, hook: str, kind: type[_T]) -> list[tuple[LoadedPlugin, _T]]:
+        found: list[tuple[LoadedPlugin, _T]] = []
+        for name, call in self._each(hook):
+            plugin = self._loaded[name]
+            for answer in self._isolated(name, hook, call) or ():
+                items = [answer] if isinstance(answer, kind) or not isinstance(answer, Iterable) else list(answer)
+                if all(isinstance(item, kind) for item in items):
+                    found += [(plugin, item) for item in items]
+                else:
+                    problem = f"returned {type(answer).__name__}, expected {kind.__name__} or an iterable of them"
+                    self._record_broken(_broken_hook(plugin, hook, problem))
+        return found
+
+    def _isolated(self, name: str, hook: str, call: Callable[..., Any], **kwargs: object) -> list[Any] | None:
+        try:
+            answers: list[Any] = call(**kwargs)
+        except Exception as exc:  # noqa: BLE001 - one plugin's mistake must not take the others along
+            self._record_broken(_broken_hook(self._loaded[name], hook, f"{type(exc).__name__}: {_one_line(exc)}"), exc)
+            return None
+        return answers
+
+    # ------------------------------------------------------------------ choose and guard hooks
+
+    def name_snapshot(self, written: WeightsWritten) -> str | None:
+        """Return the first plugin's identity for ``written``, or None when none has an opinion."""
+        identity = self._ask("cwtrain_name_snapshot", written=written)
+        if identity is not None and not isinstance(identity, str):
+            raise self._bad_answer("cwtrain_name_snapshot", identity, "an identity (str) or None")
+        return identity
+
+    def choose_snapshot(self, written: WeightsWritten, chain: Chain) -> SnapshotChoice | None:
+        """Return the first plugin's choice for ``written``, or None when none has an opinion."""
+        choice = self._ask("cwtrain_choose_snapshot", written=written, chain=chain)
+        if choice is None:
+            return None
+        try:
+            return SnapshotChoice(choice)
+        except ValueError as exc:
+            expected = f"a SnapshotChoice ({', '.join(SnapshotChoice)}) or None"
+            raise self._bad_answer("cwtrain_choose_snapshot", choice, expected) from exc
+
+    def sync_weights(self, request: WeightSyncRequest) -> WeightSyncResult | None:
+        """Return what the first plugin that handles ``request`` did, or None when none does."""
+        result = self._ask("cwtrain_sync_weights", request=request)
+        if result is not None and not isinstance(result, WeightSyncResult):
+            raise self._bad_answer("cwtrain_sync_weights", result, "a WeightSyncResult or None")
+        return result
+
+    def before_publish(self, plan: PublishPlan) -> None:
+        """Ask every plugin whether ``plan`` may go on; what one raises is its veto and reaches the caller."""
+        self._ask("cwtrain_before_publish", plan=plan)
+
+    def _ask(self, hook: str, **kwargs: object) -> Any:
+        try:
+            return getattr(self._manager.hook, hook)(**kwargs)
+        except Exception as exc:
+            exc.add_note(f"raised by {self._blame(hook, exc)} in the hook {hook}")
+            raise
+
+    def _blame(self, hook: str, exc: Exception) -> str:
+        """Name the plugin whose function stands deepest in the traceback of ``exc``."""
+        impls = getattr(self._manager.hook, hook).get_hookimpls()
+        by_code = {getattr(impl.function, "__code__", None): impl.plugin_name for impl in impls}
+        guilty = [by_code[code] for code in _codes(exc.__traceback__) if code in by_code]
+        names = guilty[-1:] or [impl.plugin_name for impl in impls]
+        who = " or ".join(f"{name!r} ({self._loaded[name].origin})" for name in names)
+        return f"plugin {who}" if who else "core"
+
+    def _bad_answer(self, hook: str, answer: object, expected: str) -> PluginError:
+        names = [impl.plugin_name for impl in getattr(self._manager.hook, hook).get_hookimpls()]
+        return PluginError(
+            f"the hook {hook} returned {answer!r}, expected {expected}; it is implemented by: {', '.join(names)}"
+        )
+
+    # ------------------------------------------------------------------ observe hooks
+
+    def notify(self, event: AnyEvent) -> None:
+        """Tell every plugin that listens. What one raises is logged once and counted in ``failures``, no more."""
+        match event:
+            case WeightsWritten():
+                hook = "cwtrain_post_write"
+            case (
+                SyncStarted()
+                | SnapshotInspected()
+                | SnapshotUploaded()
+                | HotLoadRequested()
+                | HotLoadProgressed()
+                | SyncCompleted()
+                | SyncSkipped()
+                | SyncFailed()
+            ):
+                hook = "cwtrain_weight_sync"
+            case RolloutBatchCompleted() | RolloutRetried() | RolloutUnavailable() | WeightVersionSeen():
+                hook = "cwtrain_rollout_backend"
+            case _:
+                assert_never(event)
+        for name, call in self._each(hook):
+            try:
+                call(event=event)
+            except Exception as exc:  # noqa: BLE001 - an ear must not disturb the training run
+                self._note_failure(name, hook, exc)
+
+    def _note_failure(self, name: str, hook: str, exc: Exception) -> None:
+        self._failures[name, hook] += 1
+        if self._failures[name, hook] == 1:
+            logger.warning(
+                "plugin %r (%s) raised in %s and is told of later events all the same: %s: %s",
+                name,
+                self._loaded[name].origin,
+                hook,
+                type(exc).__name__,
+                _one_line(exc),
+            )
+            logger.debug("traceback of plugin %r in %s", name, hook, exc_info=exc)
+
+    # ------------------------------------------------------------------ dispatch
+
+    def _each(self, hook: str) -> tuple[tuple[str, Callable[..., Any]], ...]:
+        """Return (plugin name, a caller that reaches this plugin alone) in pluggy's call order."""
+        callers = self._callers.get(hook)
+        if callers is None:
+            impls = getattr(self._manager.hook, hook).get_hookimpls()
+            names = dict.fromkeys(impl.plugin_name for impl in reversed(impls))
+            registered = self._manager.list_name_plugin()
+            callers = tuple(
+                (
+                    name,
+                    self._manager.subset_hook_caller(hook, [plugin for other, plugin in registered if other != name]),
+                )
+                for name in names
+            )
+            self._callers[hook] = callers
+        return callers
+
+
+_DISABLE: Final = "CWTRAIN_DISABLED_PLUGINS=<name>"
+
+
+def _unique(what: str, found: Iterable[tuple[LoadedPlugin, _T]]) -> dict[str, _T]:
+    """Return the items by name, or raise naming the distributions of two that share one."""
+    owners: dict[str, LoadedPlugin] = {}
+    items: dict[str, _T] = {}
+    for plugin, item in found:
+        name: str = item.name  # type: ignore[attr-defined]  # both kinds have a name
+        if name in items:
+            raise PluginConflictError(
+                f"two plugins register the {what} {name!r}: {owners[name].origin} and {plugin.origin}",
+                hint=f"uninstall one of them, or leave one out with {_DISABLE}",
+            )
+        owners[name], items[name] = plugin, item
+    return items
+
+
+def _conflicting_command(name: str, conflict: PluginConflictError) -> click.Command:
+    import click
+
+    def fail(**_: object) -> None:
+        raise conflict
+
+    return click.Command(
+        name,
+        callback=fail,
+        help=f"(not usable: {conflict})",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+
+
+def _conflict(what: str, name: str, *entries: importlib.metadata.EntryPoint) -> PluginConflictError:
+    origins = " and ".join(_distribution(entry)[0] or entry.value for entry in entries)
+    return PluginConflictError(f"two distributions bring a {what} named {name!r}: {origins}")
+
+
+def _broken_entry(entry: importlib.metadata.EntryPoint, exc: BaseException) -> BrokenPlugin:
+    distribution, version = _distribution(entry)
+    error = f"{type(exc).__name__}: {_one_line(exc)}"
+    if hint := getattr(exc, "hint", None):
+        error += f" ({hint})"
+    return BrokenPlugin(
+        name=entry.name, module=entry.value, where="load", error=error, distribution=distribution, version=version
+    )
+
+
+def _broken_hook(plugin: LoadedPlugin, where: str, error: str) -> BrokenPlugin:
+    return BrokenPlugin(
+        name=plugin.name,
+        module=plugin.module,
+        where=where,
+        error=error,
+        distribution=plugin.distribution,
+        version=plugin.version,
+    )
+
+
+def _origin(broken: BrokenPlugin) -> str:
+    return f"{broken.distribution} {broken.version}" if broken.distribution else broken.module
+
+
+def _distribution(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str | None]:
+    return (entry.dist.name, entry.dist.version) if entry.dist is not None else (None, None)
+
+
+def _module_of(plugin: object) -> str:
+    name = getattr(plugin, "__name__", None) or type(plugin).__qualname__
+    home = getattr(plugin, "__module__", None)
+    return f"{home}.{name}" if isinstance(home, str) else str(name)
+
+
+def _folded(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())
+
+
+def _codes(traceback: TracebackType | None) -> Iterable[object]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_code
+        traceback = traceback.tb_next
+
+
+def _trace_before(hook_name: str, hook_impls: Iterable[pluggy.HookImpl], kwargs: Mapping[str, Any]) -> None:
+    names = ", ".join(impl.plugin_name for impl in hook_impls)
+    about = ", ".join(f"{key}={type(value).__name__}" for key, value in kwargs.items())
+    logger.info("%s(%s) -> %s", hook_name, about, names or "nobody")
+
+
+def _trace_after(
+    outcome: pluggy.Result[Any], hook_name: str, hook_impls: Iterable[pluggy.HookImpl], kwargs: Mapping[str, Any]
+) -> None:
+    how = f"raised {type(outcome.exception).__name__}" if outcome.exception is not None else "done"
+    logger.info("%s %s", hook_name, how)
+
+
+_lock = threading.Lock()
+
+
+def get_plugins() -> Plugins:
+    """Return the process-wide plugins, loaded from the environment's entry points at the first call."""
+    with _lock:
+        return _process_plugins()
+
+
+@functools.cache
+def _process_plugins() -> Plugins:
+    return Plugins.load()
