@@ -1,0 +1,1 @@
+"""Engines: what turns a materialised checkpoint into tokens and log-probs."""
