@@ -8,7 +8,7 @@
 
 The environment variables that ``RolloutConfig.from_env`` reads:
 
-CWTRAIN_ROLLOUT_BASE_URL      URL of the OpenAI-compatible endpoint (required; /v1 is added to a bare origin)
+CWTRAIN_ROLLOUT_BASE_URL      URL of the OpenAI-compatible endpoint; /v1 is added to a bare origin (required)
 CWTRAIN_ROLLOUT_MODEL         name of the served model (required)
 CWTRAIN_ROLLOUT_API_KEY       key of the endpoint, sent as a bearer token
 CWTRAIN_ROLLOUT_API_KEY_FILE  file with the key, read for every request, so it may be rotated
