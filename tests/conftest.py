@@ -1,4 +1,4 @@
-"""What every test gets: `helpers` importable, an environment without the developer's own settings, `needs` markers.
+"""What every test gets: `helpers` and the files of `tools/` importable, a clean environment, `needs` markers.
 
 The environment is cleaned when this file is imported, before any fixture of any scope runs, so that a server started
 once per session is as clean as a function under test.
@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))
+for _folder in (TESTS, TESTS.parent / "tools"):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
 
 _SETTINGS = ("COREWEAVE_", "CWTRAIN_", "CW_", "AWS_")
 _KEPT = ("CWTRAIN_TEST_",)
