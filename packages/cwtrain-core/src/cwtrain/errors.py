@@ -14,7 +14,7 @@
     │   ├── ResourceExhaustedError(retry_after) · AbortedError · UnimplementedError · OutOfRangeError
     │   ├── InternalServerError · UnavailableError · DeadlineExceededError · CanceledError
     │   └── DataLossError · UnknownError · UnexpectedAnswerError (an answer we cannot read)
-    ├── StorageError                   action (the S3 permission), bucket, key
+    ├── StorageError                   action (the S3 permission), bucket, key, code, status, request_id
     │   ├── StorageAccessError · StorageNotFoundError · StorageRegionError
     │   └── StorageConflictError       a conditional write was refused (412)
     ├── SnapshotError (ValueError)
@@ -279,7 +279,8 @@ class UnexpectedAnswerError(APIError):
 class StorageError(CWTrainError):
     """The object store refused or failed.
 
-    ``action`` is the S3 permission that the call needs (``s3:PutObject``), ``bucket`` and ``key`` say where.
+    ``action`` is the S3 permission that the call needs (``s3:PutObject``), ``bucket`` and ``key`` say where, ``code``
+    and ``status`` are the store's own code and HTTP status, ``request_id`` is what its support asks for.
     """
 
     def __init__(
@@ -289,12 +290,18 @@ class StorageError(CWTrainError):
         action: str | None = None,
         bucket: str | None = None,
         key: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+        request_id: str | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.action = action
         self.bucket = bucket
         self.key = key
+        self.code = code
+        self.status = status
+        self.request_id = request_id
 
 
 class StorageAccessError(StorageError):

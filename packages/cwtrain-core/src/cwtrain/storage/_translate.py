@@ -1,0 +1,203 @@
+"""From botocore's exceptions to ours: the one place that reads them.
+
+A refusal names the permission, the bucket and the key; a signature problem names the region and where it came from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from botocore import exceptions as boto
+
+from cwtrain.errors import (
+    ConfigError,
+    ConnectionFailedError,
+    CWTrainError,
+    RequestTimeoutError,
+    StorageAccessError,
+    StorageConflictError,
+    StorageError,
+    StorageNotFoundError,
+    StorageRegionError,
+)
+
+if TYPE_CHECKING:
+    from cwtrain.storage.s3 import S3Settings
+
+__all__ = ["refuses_condition", "translate"]
+
+_QUOTED = 500
+
+_NO_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.TokenRetrievalError,
+    boto.NoAuthTokenError,
+    boto.SSOError,
+    getattr(boto, "LoginError", boto.SSOError),
+)
+_TIMEOUTS = (boto.ConnectTimeoutError, boto.ReadTimeoutError)
+_NO_ANSWER = (boto.ConnectionError, boto.HTTPClientError, boto.ResponseStreamingError, boto.IncompleteReadError)
+
+_DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "403"}
+_BAD_KEYS = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "401", "Unauthorized"}
+_REGION = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "IncorrectEndpoint",
+    "PermanentRedirect",
+    "TemporaryRedirect",
+    "301",
+    "307",
+}
+_ABSENT = {"NoSuchKey", "NoSuchUpload", "NotFound", "404"}
+_CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
+# Codes of a 400 that are about something else than the conditional header.
+_OTHER_400 = {
+    "AuthorizationHeaderMalformed",
+    "BadDigest",
+    "EntityTooLarge",
+    "EntityTooSmall",
+    "ExpiredToken",
+    "IncompleteBody",
+    "InvalidBucketName",
+    "InvalidDigest",
+    "InvalidPart",
+    "InvalidPartOrder",
+    "InvalidToken",
+    "KeyTooLongError",
+    "MalformedXML",
+    "MetadataTooLarge",
+    "PathStyleRequestNotAllowed",
+    "RequestTimeout",
+    "TokenRefreshRequired",
+    "XAmzContentSHA256Mismatch",
+}
+
+
+def refuses_condition(error: StorageError) -> bool:
+    """Return whether a refused conditional write may have been refused for its ``If-None-Match`` header alone."""
+    return error.status == 501 or (error.status == 400 and error.code not in _OTHER_400)
+
+
+def translate(
+    error: Exception,
+    *,
+    what: str | None = None,
+    action: str | None = None,
+    bucket: str | None = None,
+    key: str | None = None,
+    settings: S3Settings | None = None,
+) -> CWTrainError:
+    """Return our error for botocore's ``error``.
+
+    ``what`` says what was tried; without it, ``action`` (the S3 permission), ``bucket`` and ``key`` do.
+    """
+    where = f"s3://{bucket}/{key}" if key is not None else f"s3://{bucket}"
+    what = what or f"{(action or 's3').removeprefix('s3:')} on {where} failed"
+    place: dict[str, Any] = {"action": action, "bucket": bucket, "key": key}
+    if isinstance(error, boto.ClientError):
+        return _refusal(error, what, place, settings)
+    at = f" at {settings.endpoint_url}" if settings else ""
+    text = _short(error)
+    if isinstance(error, _NO_CREDENTIALS):
+        return StorageAccessError(
+            f"{what}: there are no usable S3 credentials ({text})",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+            **place,
+        )
+    if isinstance(error, boto.NoRegionError | boto.InvalidRegionError):
+        return StorageRegionError(
+            f"{what}: {text}", hint="set AWS_REGION to the bucket's zone, for example US-EAST-04A"
+        )
+    if isinstance(error, boto.ProfileNotFound | boto.ConfigParseError | boto.ConfigNotFound):
+        return ConfigError(f"{what}: {text}", hint="check AWS_PROFILE and the files ~/.aws/config, ~/.aws/credentials")
+    if isinstance(error, _TIMEOUTS):
+        return RequestTimeoutError(
+            f"{what}: no answer in time{at} ({text})", hint="run it again: what is in the bucket is not sent again"
+        )
+    if isinstance(error, boto.SSLError):
+        return ConnectionFailedError(
+            f"{what}: TLS failed{at} ({text})", hint="give the store's CA bundle with AWS_CA_BUNDLE, or verify="
+        )
+    if isinstance(error, _NO_ANSWER):
+        return ConnectionFailedError(
+            f"{what}: the connection failed{at} ({text})",
+            hint="check the endpoint (CW_S3_ENDPOINT) and the network, then run it again",
+        )
+    return StorageError(f"{what}: {text}", **place)
+
+
+def _refusal(error: boto.ClientError, what: str, place: dict[str, Any], settings: S3Settings | None) -> StorageError:
+    answer: dict[str, Any] = dict(error.response)
+    code = str(answer.get("Error", {}).get("Code") or "")
+    message = str(answer.get("Error", {}).get("Message") or "")[:_QUOTED]
+    meta = answer.get("ResponseMetadata", {})
+    status = meta.get("HTTPStatusCode")
+    place |= {"code": code or None, "status": status, "request_id": meta.get("RequestId") or None}
+    # A HEAD has no body, so botocore repeats the status as the code.
+    said = " ".join(part for part in (str(status or ""), code if code != str(status) else "") if part)
+    said = f"{said}: {message}" if message and message not in (code, "Bad Request", "Forbidden") else said
+    action, bucket = place["action"], place["bucket"]
+    signed = ""
+    if settings:
+        signed = f"; signed for region {settings.region!r} from {settings.region_source}"
+
+    if code == "SignatureDoesNotMatch":
+        return StorageAccessError(
+            f"{what}: the store does not accept the signature ({said}{signed})",
+            hint="check the secret key, and that AWS_REGION is the bucket's zone in the store's own spelling",
+            **place,
+        )
+    if code in _REGION or (code == "400" and settings):
+        wanted = answer.get("Error", {}).get("Region")
+        wanted = f", the store expects {wanted!r}" if wanted else ""
+        return StorageRegionError(
+            f"{what}: the store does not accept the region ({said}{signed}{wanted})"
+            if code in _REGION
+            else f"{what}: the store refused the request without saying why ({said}{signed})",
+            hint="set AWS_REGION to the bucket's zone in the store's own spelling, for example US-EAST-04A",
+            **place,
+        )
+    if code == "RequestTimeTooSkewed":
+        return StorageAccessError(f"{what}: {said}", hint="set this machine's clock; it is off by minutes", **place)
+    if code in _BAD_KEYS:
+        return StorageAccessError(
+            f"{what}: the store does not accept the credentials ({said})",
+            hint="renew AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the profile's",
+            **place,
+        )
+    if code in _DENIED:
+        return StorageAccessError(
+            f"{what}: {action or 'the call'} is refused ({said})",
+            hint=f"let the bucket policy of {bucket} allow {action} to this user, then: cwtrain hotload check",
+            **place,
+        )
+    if code == "NoSuchBucket":
+        return StorageNotFoundError(
+            f"{what}: there is no bucket {bucket!r}{_at(settings)} ({said})",
+            hint="check the deployment's hotLoad.bucket and the endpoint",
+            **place,
+        )
+    if code in _CONFLICT:
+        return StorageConflictError(f"{what}: the object is there already ({said})", **place)
+    if code in _ABSENT:
+        return StorageNotFoundError(f"{what}: it is not there ({said})", **place)
+    if code == "PathStyleRequestNotAllowed":
+        return StorageError(
+            f"{what}: the store takes virtual-hosted addressing only ({said})",
+            hint="make the client with cwtrain.storage.s3_client(), which addresses buckets in the host name",
+            **place,
+        )
+    hint = "the store is busy or failing: run it again, what is in the bucket is not sent again"
+    return StorageError(f"{what} ({said})", hint=hint if status and status >= 500 and status != 501 else None, **place)
+
+
+def _at(settings: S3Settings | None) -> str:
+    return f" at {settings.endpoint_url} in {settings.region!r}" if settings else ""
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _QUOTED else text[:_QUOTED] + "..."
