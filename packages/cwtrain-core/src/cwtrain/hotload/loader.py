@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +33,9 @@ from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_abo
 from cwtrain.hotload.planning import plan_publish, some
 from cwtrain.hotload.progress import OnProgress, ProgressEvent
 from cwtrain.hotload.upload import put_manifest, store_for, upload_with_manifest
+from cwtrain.hotload.verify import VerifyReport, verify_snapshot
 from cwtrain.hotload.work import Work
+from cwtrain.infra._poll import Deadline, check_seconds
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import (
     Deployment,
@@ -50,7 +51,7 @@ from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, PublishPlan
 from cwtrain.models.sync import SnapshotChoice
 from cwtrain.snapshots import inspect_snapshot
 from cwtrain.snapshots.identity import check_identity
-from cwtrain.snapshots.manifest import manifest_bytes, parse_manifest
+from cwtrain.snapshots.manifest import manifest_to_bytes, parse_manifest
 from cwtrain.storage import Location, ObjectStore, UploadProgress, UploadReport
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ class HotLoader:
             )
         self.client = client
         self.deployment_id = deployment_id
-        self.poll_interval = _seconds("poll_interval", poll_interval)
-        self.timeout = _seconds("timeout", timeout)
+        self.poll_interval = check_seconds("poll_interval", poll_interval)
+        self.timeout = check_seconds("timeout", timeout)
         self.run_id = run_id
         self._s3 = s3
         self._plugins = plugins
@@ -237,7 +238,7 @@ class HotLoader:
         content, StorageError naming a refused permission, DeploymentFailedError, HotLoadFailedError with the replicas'
         reasons, HotLoadTimeoutError naming what still runs.
         """
-        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         check_identity(identity)
         started = self._clock()
         snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
@@ -348,7 +349,7 @@ class HotLoader:
         Whether it is a delta, and on what, is read from its index in the bucket unless ``previous_identity`` says so.
         An unfinished hot-load of the deployment is waited for first. Raises as ``publish`` does.
         """
-        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         check_identity(identity)
         self._wait_until_ready(limit)
         previous = previous_identity or self._previous_in_bucket(identity)
@@ -374,7 +375,7 @@ class HotLoader:
         Raises SnapshotChainError when the deployment never completed it, SnapshotError naming objects of its chain that
         are gone from the bucket.
         """
-        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
+        limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         self._wait_until_ready(limit)
         hot_loads = self.hot_loads()
         earlier = chains.completed(hot_loads, identity)
@@ -390,8 +391,8 @@ class HotLoader:
         Outages of the API are survived until ``timeout`` (seconds). Raises HotLoadFailedError with the hot-load's
         conditions and each replica's reason, HotLoadCanceledError, HotLoadTimeoutError, DeploymentFailedError.
         """
-        limit = self.timeout if timeout is None else _seconds("timeout", timeout)
-        return self.operations.follow(hot_load_id, deadline=self._clock() + limit, limit=limit, on_progress=on_progress)
+        limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
+        return self.operations.follow(hot_load_id, deadline=Deadline(limit, self._clock), on_progress=on_progress)
 
     # -- manifests -------------------------------------------------------------------------------------------------
 
@@ -401,11 +402,17 @@ class HotLoader:
 
     def upload_manifest(self, identity: str, manifest: Mapping[str, Any]) -> str:
         """Write the manifest of ``identity`` once and return its key; an existing one is kept."""
-        return put_manifest(self.store, self.location, check_identity(identity), manifest_bytes(manifest))
+        return put_manifest(self.store, self.location, check_identity(identity), manifest_to_bytes(manifest))
 
     def read_manifest(self, identity: str) -> dict[str, Any]:
         """Return the manifest of ``identity``. Raises StorageNotFoundError where there is none."""
         return parse_manifest(self.store.get(self.manifest_key(identity)))
+
+    def verify(
+        self, identity: str, *, workers: int = 4, on_progress: Callable[[int], None] | None = None
+    ) -> VerifyReport:
+        """Read a snapshot back from the bucket and compare it with its manifest. See ``verify_snapshot``."""
+        return verify_snapshot(self.store, self.location, identity, workers=workers, on_progress=on_progress)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -507,12 +514,6 @@ class HotLoader:
                 f"{self.target.bucket}: {some(missing)}",
                 hint="choose an identity whose chain is still there (cwtrain hotload list), or publish a full snapshot",
             )
-
-
-def _seconds(name: str, value: float) -> float:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} is {value!r}", hint=f"{name} is seconds, finite and greater than zero")
-    return float(value)
 
 
 def _never_completed(identity: str, deployment_id: str) -> SnapshotChainError:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
 from cwtrain.errors import (
     APIError,
+    CWTrainError,
     HotLoadCanceledError,
     HotLoadError,
     HotLoadFailedError,
@@ -24,7 +25,8 @@ from cwtrain.events import HotLoadProgressed, HotLoadRequested
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload.progress import OnProgress, ProgressEvent
 from cwtrain.hotload.work import Work
-from cwtrain.infra._poll import is_outage, poll
+from cwtrain.infra._poll import Deadline, poll
+from cwtrain.infra._retry import is_retryable
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import HotLoad, HotLoadReplica, HotLoadState, ResourceStatus
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from cwtrain.plugins import Plugins
 
 __all__ = ["HotLoadOperations", "ServedReport", "warn_about_stragglers"]
+
+_Seen: TypeAlias = "tuple[HotLoad, tuple[HotLoadReplica, ...]]"
 
 _log = logging.getLogger("cwtrain.hotload")
 
@@ -66,10 +70,9 @@ class HotLoadOperations:
 
     def run(self, work: Work, *, wait: bool, timeout: float, on_progress: OnProgress | None) -> HotLoad:
         """Have ``work`` done by a hot-load: ours that is there already, or a new one when the deployment is free."""
-        started = self.clock()
-        deadline = started + timeout
-        hot_load = self._request(work, deadline=deadline, limit=timeout, on_progress=on_progress)
-        accepted = self.clock() - started
+        deadline = Deadline(timeout, self.clock)
+        hot_load = self._request(work, deadline, on_progress)
+        accepted = deadline.spent()
         _log.info(
             "hot-load %s: %s %s on %s, prompt cache policy %s",
             hot_load.id,
@@ -87,24 +90,25 @@ class HotLoadOperations:
             )
         )
         if wait:
-            hot_load = self.follow(hot_load.id, deadline=deadline, limit=timeout, on_progress=on_progress)
+            hot_load = self.follow(hot_load.id, deadline=deadline, on_progress=on_progress)
         return attrs.evolve(hot_load, timings={**hot_load.timings, "accept_seconds": accepted})
 
-    def _request(self, work: Work, *, deadline: float, limit: float, on_progress: OnProgress | None) -> HotLoad:
-        hot_loads = list(self.client.list_hot_loads(self.deployment_id))
-        if (done := self.done(work, hot_loads)) is not None:
-            return done
-        # Made once: whatever happens to the answers below, this call asks under this id and no other.
-        hot_load_id = chains.hot_load_id(
-            self.deployment_id, work.identity, work.type, work.previous_identity, work.policy, hot_loads
-        )
-        unfinished = chains.active(hot_loads)
+    def _request(self, work: Work, deadline: Deadline, on_progress: OnProgress | None) -> HotLoad:
+        hot_load_id: str | None = None
         while True:
-            if unfinished is not None:
-                if unfinished.id == hot_load_id or work.same_as(unfinished):
-                    return unfinished
-                self.wait_for_other(unfinished, deadline=deadline, limit=limit, on_progress=on_progress)
             try:
+                hot_loads = list(self.client.list_hot_loads(self.deployment_id))
+                if (done := self.done(work, hot_loads)) is not None:
+                    return done
+                # Made once: whatever happens to the answers below, this call asks under this id and no other.
+                hot_load_id = hot_load_id or chains.hot_load_id(
+                    self.deployment_id, work.identity, work.type, work.previous_identity, work.policy, hot_loads
+                )
+                unfinished = chains.active(hot_loads)
+                if unfinished is not None and (unfinished.id == hot_load_id or work.same_as(unfinished)):
+                    return unfinished
+                if unfinished is not None:
+                    self.wait_for_other(unfinished, deadline=deadline, on_progress=on_progress)
                 return self.client.create_hot_load(
                     self.deployment_id,
                     work.identity,
@@ -114,26 +118,15 @@ class HotLoadOperations:
                     hot_load_id=hot_load_id,
                 )
             except HotLoadInProgressError as error:
-                if self.clock() >= deadline:
-                    raise self._timed_out(work, hot_load_id, limit, str(error)) from error
-                unfinished = chains.active(self.client.list_hot_loads(self.deployment_id))
+                if not deadline.left():
+                    raise _not_accepted(work, hot_load_id, deadline, error) from error
             except (TransportError, APIError) as error:
-                # Whether the service took it is unknown. The id makes asking again safe.
-                if not is_outage(error):
+                # Whether the service took it is unknown; the id makes asking again safe.
+                if not is_retryable(error):
                     raise
-                if self.clock() + self.poll_interval >= deadline:
-                    raise self._timed_out(work, hot_load_id, limit, str(error)) from error
-                unfinished = None
-            if unfinished is None:
-                self.sleep(min(self.poll_interval, max(0.0, deadline - self.clock())))
-
-    def _timed_out(self, work: Work, hot_load_id: str, limit: float, seen: str) -> HotLoadTimeoutError:
-        return HotLoadTimeoutError(
-            f"hot-load {hot_load_id} of {work.identity} was not accepted within {limit:g} s; last: {seen}",
-            last_seen=seen,
-            hint=f"the service may have taken it: look with `cwtrain hotload status {hot_load_id}`, or run the same "
-            "command again, which goes on with it",
-        )
+                if not deadline.left():
+                    raise _not_accepted(work, hot_load_id, deadline, error) from error
+            self.sleep(min(self.poll_interval, deadline.left()))
 
     def done(self, work: Work, hot_loads: Sequence[HotLoad]) -> HotLoad | None:
         """Return the hot-load that has done ``work`` already, where every replica still serves it."""
@@ -152,109 +145,72 @@ class HotLoadOperations:
             replicas=replicas,
         )
 
-    def follow(self, hot_load_id: str, *, deadline: float, limit: float, on_progress: OnProgress | None) -> HotLoad:
+    def follow(self, hot_load_id: str, *, deadline: Deadline, on_progress: OnProgress | None) -> HotLoad:
         """Return the hot-load once it is COMPLETED; raise what became of it otherwise. See ``HotLoader.wait``."""
-        began = self.clock()
+        teller = _Teller(self, on_progress)
         try:
-            hot_load, replicas, firsts = self._poll(
-                hot_load_id, deadline=deadline, on_progress=on_progress, describe=f"hot-load {hot_load_id}"
-            )
+            hot_load, replicas = self._poll(hot_load_id, deadline, teller)
         except WaitTimeoutError as error:
             raise HotLoadTimeoutError(
-                f"hot-load {hot_load_id} did not finish within {limit:g} s and goes on; last: {error.last_seen}",
+                f"hot-load {hot_load_id} did not finish within {deadline.seconds:g} s and goes on; "
+                f"last seen: {error.last_seen}",
+                hot_load=teller.hot_load,
                 last_seen=error.last_seen,
                 hint=f"follow it with `cwtrain hotload wait {hot_load_id}`; the next publish waits for it",
             ) from error
-        if hot_load.state is HotLoadState.COMPLETED:
-            warn_about_stragglers(hot_load, replicas)
-            timings = {"last_replica_seconds": self.clock() - began, **firsts}
-            return attrs.evolve(hot_load, timings=timings)
-        raise _ended_badly(hot_load, replicas)
+        if hot_load.state is not HotLoadState.COMPLETED:
+            raise _ended_badly(hot_load, replicas)
+        warn_about_stragglers(hot_load, replicas)
+        return attrs.evolve(hot_load, timings=teller.timings())
 
-    def wait_for_other(self, other: HotLoad, *, deadline: float, limit: float, on_progress: OnProgress | None) -> None:
+    def wait_for_other(self, other: HotLoad, *, deadline: Deadline, on_progress: OnProgress | None) -> None:
         """Return once ``other``, a hot-load that stands in the way, has ended, well or not."""
         _log.warning("waiting for hot-load %s of %s, which is %s", other.id, other.identity, other.state)
         try:
-            self._poll(
-                other.id, deadline=deadline, on_progress=on_progress, waiting_on=True, describe=f"hot-load {other.id}"
-            )
+            self._poll(other.id, deadline, _Teller(self, on_progress, waiting_on=True))
         except WaitTimeoutError as error:
             raise HotLoadTimeoutError(
-                f"hot-load {other.id} of {other.identity} was still unfinished after {limit:g} s, so ours was not "
-                f"asked for; last: {error.last_seen}",
+                f"hot-load {other.id} of {other.identity} was still unfinished after {deadline.seconds:g} s, so ours "
+                f"was not asked for; last seen: {error.last_seen}",
                 hot_load=other,
                 last_seen=error.last_seen,
                 hint=f"follow it with `cwtrain hotload wait {other.id}`, then run the same command again",
             ) from error
 
-    def _poll(
-        self,
-        hot_load_id: str,
-        *,
-        deadline: float,
-        on_progress: OnProgress | None,
-        describe: str,
-        waiting_on: bool = False,
-    ) -> tuple[HotLoad, tuple[HotLoadReplica, ...], dict[str, float]]:
-        began = self.clock()
-        firsts: dict[str, float] = {}
-        last: list[tuple[Any, ...]] = [()]
-        known: list[HotLoad | None] = [None]
-
-        def fetch() -> tuple[HotLoad, tuple[HotLoadReplica, ...]]:
-            hot_load = known[0] = self.client.get_hot_load(hot_load_id)
-            replicas: tuple[HotLoadReplica, ...] = ()
+    def _poll(self, hot_load_id: str, deadline: Deadline, teller: _Teller) -> _Seen:
+        def fetch() -> _Seen:
             try:
-                replicas = tuple(self.client.list_hot_load_replicas(hot_load_id))
-            except NotFoundError:
-                pass  # a hot-load that was only just accepted may have none yet
+                return self._look(hot_load_id, must_live=not teller.waiting_on)
             except (TransportError, APIError) as error:
-                # The outcome stands even when the replicas cannot be asked.
-                if not hot_load.state.terminal or not is_outage(error):
-                    raise
-            if not hot_load.state.terminal and not waiting_on:
-                self._require_alive()
-            return hot_load, replicas
+                if is_retryable(error):
+                    teller.outage(str(error))
+                raise
 
-        def tell(seen: tuple[HotLoad, tuple[HotLoadReplica, ...]] | None, problem: str | None) -> None:
-            hot_load, replicas = seen if seen is not None else (known[0], ())
-            event = ProgressEvent(
-                hot_load=None if waiting_on else hot_load,
-                waiting_on=hot_load if waiting_on else None,
-                replicas=replicas,
-                elapsed=self.clock() - began,
-                problem=problem,
-            )
-            if event.ready:
-                firsts.setdefault("first_replica_seconds", event.elapsed)
-            mark = (hot_load.state if hot_load else None, event.ready, event.total)
-            if hot_load is not None and mark != last[0]:
-                last[0] = mark
-                self.plugins.notify(
-                    HotLoadProgressed(
-                        hot_load_id=hot_load.id,
-                        state=hot_load.state.value,
-                        replicas_done=event.ready,
-                        replicas=event.total,
-                        elapsed=event.elapsed,
-                        waiting_on=hot_load.id if waiting_on else None,
-                        run_id=self.run_id,
-                    )
-                )
-            if on_progress is not None:
-                on_progress(event)
-
-        hot_load, replicas = poll(
+        return poll(
             fetch,
             done=lambda seen: seen[0].state.terminal,
-            timeout=max(0.001, deadline - self.clock()),
+            timeout=deadline,
             poll_interval=self.poll_interval,
-            describe=lambda seen: f"{describe}: {_seen(*seen)}",
-            on_progress=tell,
+            describe=_in_words,
+            on_progress=lambda seen, _: teller.seen(*seen),
             clock=self.clock,
             sleep=self.sleep,
         )
-        return hot_load, replicas, firsts
+
+    def _look(self, hot_load_id: str, *, must_live: bool) -> _Seen:
+        hot_load = self.client.get_hot_load(hot_load_id)
+        replicas: tuple[HotLoadReplica, ...] = ()
+        try:
+            replicas = tuple(self.client.list_hot_load_replicas(hot_load_id))
+        except NotFoundError:
+            pass  # one that was only just accepted may have none yet
+        except (TransportError, APIError) as error:
+            # The outcome stands even when the replicas cannot be asked.
+            if not (hot_load.state.terminal and is_retryable(error)):
+                raise
+        if must_live and not hot_load.state.terminal:
+            self._require_alive()
+        return hot_load, replicas
 
     def _require_alive(self) -> None:
         """Raise when the deployment has FAILED or is going away: a hot-load of it would never end."""
@@ -277,10 +233,77 @@ def warn_about_stragglers(hot_load: HotLoad, replicas: Sequence[HotLoadReplica])
             )
 
 
-def _seen(hot_load: HotLoad, replicas: Sequence[HotLoadReplica]) -> str:
+class _Teller:
+    """Tells the caller and the plugins what a wait sees, and keeps its times."""
+
+    def __init__(self, owner: HotLoadOperations, on_progress: OnProgress | None, *, waiting_on: bool = False) -> None:
+        self.waiting_on = waiting_on
+        self.hot_load: HotLoad | None = None
+        self._owner = owner
+        self._on_progress = on_progress
+        self._began = owner.clock()
+        self._replicas: tuple[HotLoadReplica, ...] = ()
+        self._mark: tuple[object, ...] = ()
+        self._first_replica: float | None = None
+        self._elapsed = 0.0
+
+    def seen(self, hot_load: HotLoad, replicas: tuple[HotLoadReplica, ...]) -> None:
+        self.hot_load, self._replicas = hot_load, replicas
+        event = self._event()
+        self._elapsed = event.elapsed
+        if event.ready and self._first_replica is None:
+            self._first_replica = event.elapsed
+        mark = (hot_load.state, event.ready, event.total)
+        if mark != self._mark:
+            self._mark = mark
+            self._owner.plugins.notify(
+                HotLoadProgressed(
+                    hot_load_id=hot_load.id,
+                    state=hot_load.state.value,
+                    replicas_done=event.ready,
+                    replicas=event.total,
+                    elapsed=event.elapsed,
+                    waiting_on=hot_load.id if self.waiting_on else None,
+                    run_id=self._owner.run_id,
+                )
+            )
+        if self._on_progress is not None:
+            self._on_progress(event)
+
+    def outage(self, problem: str) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._event(problem))
+
+    def timings(self) -> dict[str, float]:
+        first = self._elapsed if self._first_replica is None else self._first_replica
+        return {"first_replica_seconds": first, "last_replica_seconds": self._elapsed}
+
+    def _event(self, problem: str | None = None) -> ProgressEvent:
+        return ProgressEvent(
+            hot_load=None if self.waiting_on else self.hot_load,
+            waiting_on=self.hot_load if self.waiting_on else None,
+            replicas=self._replicas,
+            elapsed=self._owner.clock() - self._began,
+            problem=problem,
+        )
+
+
+def _in_words(seen: _Seen) -> str:
+    hot_load, replicas = seen
     ready = sum(replica.caught_up(hot_load.identity) for replica in replicas)
-    state = hot_load.state.value if hot_load.state.value != "UNSPECIFIED" else hot_load.status.state_text or "no state"
+    state = hot_load.state.value
+    if hot_load.state is HotLoadState.UNSPECIFIED:
+        state = hot_load.status.state_text or "without a state"
     return f"{hot_load.identity} is {state}, {ready} of {len(replicas)} replicas serve it"
+
+
+def _not_accepted(work: Work, hot_load_id: str | None, deadline: Deadline, error: CWTrainError) -> HotLoadTimeoutError:
+    return HotLoadTimeoutError(
+        f"the hot-load of {work.identity} was not accepted within {deadline.seconds:g} s; last seen: {error}",
+        last_seen=str(error),
+        hint="the service may have taken it all the same: run the same command again, which goes on with it"
+        + (f" (or look: cwtrain hotload status {hot_load_id})" if hot_load_id else ""),
+    )
 
 
 def _ended_badly(hot_load: HotLoad, replicas: Sequence[HotLoadReplica]) -> HotLoadError:

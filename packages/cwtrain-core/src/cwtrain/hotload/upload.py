@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cwtrain.errors import SnapshotError, StorageConflictError
-from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
-from cwtrain.snapshots.identity import check_identity
-from cwtrain.snapshots.index import index_for_upload
-from cwtrain.snapshots.manifest import build_manifest, manifest_bytes
+from cwtrain.models.snapshot import LocalSnapshot, SnapshotFile, SnapshotKind
+from cwtrain.snapshots import index as snapshots_index
+from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import (
     Location,
     ObjectDigest,
@@ -76,13 +75,15 @@ def upload_with_manifest(
         def write_manifest(digests: Mapping[str, ObjectDigest]) -> None:
             manifest = build_manifest(
                 identity=identity,
-                objects={name: (digest.size_bytes, digest.sha256) for name, digest in digests.items()},
+                objects=digests,
                 tensors=checksums.result(),
+                type="FULL" if snapshot.kind is SnapshotKind.FULL else "INCREMENTAL",
+                previous_identity=snapshot.previous_identity,
                 deployment_id=deployment_id,
                 run_id=run_id,
                 version=snapshot.version,
             )
-            put_manifest(store, location, identity, manifest_bytes(manifest))
+            put_manifest(store, location, identity, manifest_to_bytes(manifest))
 
         return upload_objects(
             files,
@@ -112,26 +113,12 @@ def files_for_upload(snapshot: LocalSnapshot, identity: str) -> tuple[SnapshotFi
 
     Raises SnapshotError for an identity that cannot be published, an empty delta, or a delta without predecessor.
     """
-    check_identity(identity)
     if snapshot.empty_delta:
         raise SnapshotError(
             f"{snapshot.path} is an empty delta: nothing changed since {snapshot.base_version}",
             hint="skip this version; the deployment already serves these weights",
         )
-    if snapshot.kind is SnapshotKind.DELTA and snapshot.previous_identity == identity:
-        raise SnapshotError(
-            f"the delta {identity} would apply to itself",
-            hint="give the identity of the snapshot before it as previous_identity (--previous-identity)",
-        )
-    body = index_for_upload(snapshot, identity)
-    return tuple(
-        SnapshotFile(name=INDEX_NAME, size_bytes=len(body), head=body) if _rewritten(snapshot, file) else file
-        for file in snapshot.files
-    )
-
-
-def _rewritten(snapshot: LocalSnapshot, file: SnapshotFile) -> bool:
-    return file.name == INDEX_NAME and snapshot.kind is SnapshotKind.DELTA
+    return snapshots_index.files_for_upload(snapshot, identity)
 
 
 def _checksums(snapshot: LocalSnapshot) -> Mapping[str, str]:
