@@ -305,6 +305,21 @@ def test_the_facade_says_what_to_do_inside_a_loop() -> None:
         asyncio.run(scenario(sampler(server)))
 
 
+def test_oddities_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    floor = {"token_logprobs": [-9999.0]}
+    odd = answer(choice(0, (5,), logprobs=floor), choice(1, (5,), logprobs=floor), choice(2, (5,)))
+    with caplog.at_level("WARNING", "cwtrain.rollout"), CompletionsServer(rest=odd) as server:
+        one = sampler(server)
+        for _ in range(2):
+            one.sample_groups([Group(prompt=[1], n=2, seed=3)], PARAMS)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 3
+    assert any("1 choices more" in text for text in texts)
+    assert any("-9999" in text for text in texts)
+    assert any("equal" in text for text in texts)
+    assert one.totals.floor_logprobs == 4
+
+
 def test_a_rotated_key_is_used(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("first")

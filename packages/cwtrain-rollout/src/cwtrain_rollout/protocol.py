@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -15,6 +15,14 @@ __all__ = ["Group", "RolloutBackend", "Sample", "SampleStatus", "SampledGroup", 
 _MAX_STOPS = 4
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 _SALT_LENGTH = 128
+
+
+def _ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
 
 
 class SampleStatus(StrEnum):
@@ -40,8 +48,8 @@ class SamplingParams:
     top_k: int = -1
     """-1: all tokens."""
     min_p: float = 0.0
-    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
 
     def __attrs_post_init__(self) -> None:
         problems = []
@@ -81,7 +89,7 @@ class Group:
     replicas start from the same default one) and a larger group none.
     """
 
-    prompt: tuple[int, ...] = attrs.field(converter=tuple)
+    prompt: tuple[int, ...] = attrs.field(converter=_ids)
     n: int = 1
     seed: int | None = None
 

@@ -71,7 +71,7 @@ class Sampler:
         self._rng = rng if rng is not None else random.Random(secrets.randbits(64))  # noqa: S311 - seeds, no secrets
         self._sleep = sleep
         self._mode: str | None = None if config.logprobs_mode == "auto" else config.logprobs_mode
-        self._warned_extra = False
+        self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Sampler({self.config!r})"
@@ -111,6 +111,11 @@ class Sampler:
                 return await _all_or_nothing([call.group(group) for group in groups])
         finally:
             self.totals.seconds += time.monotonic() - started
+
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
 
     async def _require_processed(self, call: _Call, group: Group) -> None:
         """Find out once which log-probs the server reports, and refuse raw ones: they are of another distribution."""
@@ -211,6 +216,10 @@ class _Call:
                     samples[missing[place]] = self._sample(missing[place], choice, request_id)
             if problems:
                 await retrying.after_bad_answer("; ".join(problems[:5]), request_id)
+        if group.seed is not None and group.n > 1 and len({sample.token_ids for sample in samples.values()}) == 1:
+            self.sampler._warn_once(
+                "All %d samples of a seeded group are equal: the endpoint may give every choice the same seed", group.n
+            )
         return SampledGroup(group=group, samples=tuple(samples[index] for index in range(group.n)))
 
     def _seed(self, group: Group, used: int) -> int | None:
@@ -260,9 +269,10 @@ class _Call:
         except UnfitAnswer as exc:
             message = f"{config.base_url}/completions: {exc}"
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
-        if read.extra and not self.sampler._warned_extra:
-            self.sampler._warned_extra = True
-            log.warning("The endpoint gave %d choices more than the %d asked for: they are dropped", read.extra, n)
+        if read.extra:
+            self.sampler._warn_once("The endpoint gave %d choices more than the %d asked for: dropped", read.extra, n)
+        if floors := sum(choice.floors for choice in read.choices.values()):
+            self.sampler._warn_once("The endpoint reports %d log-probs of -9999 or less: kept as they are", floors)
         return read
 
     def _sample(self, index: int, choice: GoodChoice, request_id: str) -> Sample:
