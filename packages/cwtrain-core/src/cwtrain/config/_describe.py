@@ -69,7 +69,7 @@ def describe(cls: type[Any]) -> tuple[Setting, ...]:
 
 
 def located(
-    cls: type[Any], environ: Mapping[str, str] | None = None, overrides: Mapping[str, object] | None = None
+    cls: type[Any], *, environ: Mapping[str, str] | None = None, overrides: Mapping[str, object] | None = None
 ) -> tuple[SettingValue, ...]:
     """Return every setting of ``cls`` with its value and where it came from. Values that cannot be used are kept."""
     environ = os.environ if environ is None else environ

@@ -91,7 +91,7 @@ class Plugins:
     exceptions of *observe* hooks by (plugin, hook).
     """
 
-    def __init__(self, config: PluginConfig | None = None) -> None:
+    def __init__(self, *, config: PluginConfig | None = None) -> None:
         self._config = config if config is not None else PluginConfig()
         self._manager: Final = pluggy.PluginManager(specs.PROJECT)
         self._manager.add_hookspecs(specs)
@@ -108,8 +108,8 @@ class Plugins:
     @classmethod
     def load(
         cls,
-        config: PluginConfig | None = None,
         *,
+        config: PluginConfig | None = None,
         entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
     ) -> Plugins:
         """Return the plugins that entry points of the group ``cwtrain`` name, those of ``config.disabled`` left out.
@@ -118,7 +118,7 @@ class Plugins:
         ``config.strict`` raises ``PluginLoadError`` instead. Without ``config`` the environment says
         (``CWTRAIN_DISABLED_PLUGINS``, ``CWTRAIN_STRICT_PLUGINS``, ``CWTRAIN_TRACE_PLUGINS``).
         """
-        plugins = cls(config if config is not None else PluginConfig.from_env())
+        plugins = cls(config=config if config is not None else PluginConfig.from_env())
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=specs.ENTRY_POINT_GROUP)
         off = {_folded(name) for name in plugins._config.disabled}
@@ -139,12 +139,12 @@ class Plugins:
     def _load_entry(self, entry: importlib.metadata.EntryPoint) -> None:
         distribution, version = _distribution(entry)
         try:
-            self.register(entry.load(), entry.name, distribution=distribution, version=version)
+            self.register(entry.load(), name=entry.name, distribution=distribution, version=version)
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - whatever a foreign module does at import stays its own
             self._record_broken(_broken_entry(entry, exc), exc)
 
     def register(
-        self, plugin: object, name: str | None = None, *, distribution: str | None = None, version: str | None = None
+        self, plugin: object, *, name: str | None = None, distribution: str | None = None, version: str | None = None
     ) -> str:
         """Add ``plugin`` (a module, a class or an object with ``hookimpl`` functions) and return its name.
 
@@ -179,10 +179,10 @@ class Plugins:
         return name
 
     def unregister(self, name: str) -> None:
-        """Remove the plugin called ``name``."""
-        self._manager.unregister(name=name)
-        self._loaded.pop(name, None)
-        self._callers.clear()
+        """Remove the plugin called ``name``, if there is one."""
+        if self._loaded.pop(name, None) is not None:
+            self._manager.unregister(name=name)
+            self._callers.clear()
 
     def _refuse_unknown_hooks(self, plugin: object, name: str) -> None:
         unknown = [
@@ -260,10 +260,11 @@ class Plugins:
             )
         return backends[name]
 
-    def register_commands(self, group: click.Group, *, reserved: Collection[str] = ()) -> None:
-        """Add the plugins' commands to ``group``. Names in ``reserved`` are core's and stay core's.
+    def register_commands(self, group: click.Group, *, reserved: Collection[str] = ()) -> dict[str, str]:
+        """Add the plugins' commands to ``group`` and return the name of the plugin behind each.
 
-        A name that two plugins offer becomes a command that fails and names both distributions.
+        Names in ``reserved`` are core's and stay core's. A name that two plugins offer becomes a command that fails and
+        names both distributions.
         """
         import click
 
@@ -288,6 +289,7 @@ class Plugins:
                 else:
                     owners[name] = plugin
                     group.add_command(command, name)
+        return {name: plugin.name for name, plugin in owners.items()}
 
     def _collect(self, hook: str, kind: type[_T]) -> list[tuple[LoadedPlugin, _T]]:
         found: list[tuple[LoadedPlugin, _T]] = []

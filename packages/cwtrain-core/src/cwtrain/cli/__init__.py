@@ -1,0 +1,76 @@
+"""The command line. ``main`` is the only place that catches whatever comes: it turns it into a message and a code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+from cwtrain.cli._context import GlobalOptions, configure_logging
+from cwtrain.cli._errors import DONE, FAILED, INTERRUPTED, TERMINATED, Terminated, report
+from cwtrain.cli._output import say
+from cwtrain.cli._root import root
+
+__all__ = ["main"]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run ``cwtrain`` with ``args`` (``sys.argv[1:]``) and return its exit code."""
+    words = list(sys.argv[1:] if args is None else args)
+    given = GlobalOptions(verbose="--verbose" in words, quiet="--quiet" in words, errors=_errors_format(words))
+    configure_logging(verbose=given.verbose, quiet=given.quiet)
+    try:
+        with _terminated_by_sigterm():
+            code = root.main(words, prog_name="cwtrain", standalone_mode=False, obj=given)
+            sys.stdout.flush()
+    except (KeyboardInterrupt, click.Abort):
+        return _interrupted(given, INTERRUPTED, "interrupted")
+    except Terminated:
+        return _interrupted(given, TERMINATED, "terminated")
+    except BrokenPipeError:
+        # Whoever read standard output has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as exc:  # noqa: BLE001 - the one broad except of the command line
+        told = report(exc, verbose=given.verbose)
+        click.echo(told.json() if given.errors == "json" else told.text(), err=True)
+        return told.exit_code
+    # A command that calls `ctx.exit(3)` has its code returned here; any other return value is no code.
+    return code if isinstance(code, int) and not isinstance(code, bool) else DONE
+
+
+def _interrupted(given: GlobalOptions, code: int, word: str) -> int:
+    say("\n".join([word, *(f"  {text}" for text in given.running)]))
+    return code
+
+
+def _errors_format(words: Sequence[str]) -> str:
+    """Return what ``--errors`` says, also when the rest of the command line cannot be parsed."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--errors=json" or (word == "--errors" and following == "json"):
+            return "json"
+    return "text"
+
+
+@contextmanager
+def _terminated_by_sigterm() -> Iterator[None]:
+    """Turn the first SIGTERM into ``Terminated``, so that clean-up code runs; a second one ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,159 @@
+"""Global options, and what a command makes of them: one frozen ``Context``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import attrs
+import click
+
+from cwtrain.cli._options import TEXT
+from cwtrain.cli._output import FORMATS, LogHandler, Output, say
+
+if TYPE_CHECKING:
+    from cwtrain.config import ApiConfig
+    from cwtrain.hotload import HotLoader
+    from cwtrain.infra import InferenceClient
+
+__all__ = ["Command", "Context", "GlobalOptions", "global_options", "pass_context"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@attrs.define(kw_only=True)
+class GlobalOptions:
+    """What the global options said so far; they may stand before the group or after the command."""
+
+    base_url: str | None = None
+    token: str | None = attrs.field(default=None, repr=False)
+    verbose: bool = False
+    quiet: bool = False
+    output: str = "json"
+    errors: str = "text"
+    running: list[str] = attrs.field(factory=list)
+    """What goes on at the service when this process stops now, in words for the person."""
+
+
+@attrs.frozen(kw_only=True)
+class Context:
+    """What a command works with: where the API is, where output goes, what still runs when it is interrupted."""
+
+    base_url: str | None
+    token: str | None = attrs.field(repr=False)
+    out: Output
+    running: list[str]
+
+    def overrides(self) -> dict[str, object]:
+        """Return the API settings that options gave, for ``ApiConfig``."""
+        return {"token": self.token, "base_url": self.base_url}
+
+    def api_config(self) -> ApiConfig:
+        """Return where the API is: options, then environment, then defaults."""
+        from cwtrain.config import ApiConfig
+
+        return ApiConfig.from_env(token=self.token, base_url=self.base_url)
+
+    def client(self) -> InferenceClient:
+        """Return a client for the API."""
+        from cwtrain.infra import InferenceClient
+
+        return InferenceClient(self.token, base_url=self.base_url)
+
+    def loader(self, client: InferenceClient, deployment_id: str) -> HotLoader:
+        """Return a loader for the deployment, watched so that an interrupt can say what still runs."""
+        from cwtrain.cli._running import watch
+        from cwtrain.hotload import HotLoader
+
+        watch(self.running)
+        return HotLoader(client, deployment_id=deployment_id)
+
+    def still_running(self, text: str) -> None:
+        """Note what goes on at the service should this process be stopped from now on."""
+        self.running[:] = [text]
+
+    def all_done(self) -> None:
+        """Note that nothing goes on."""
+        self.running.clear()
+
+
+def pass_context(function: Callable[Concatenate[Context, _P], _R]) -> Callable[_P, _R]:
+    """Give the command a ``Context`` as its first argument."""
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        given = _given(click.get_current_context())
+        out = Output(given.output, quiet=given.quiet)
+        context = Context(base_url=given.base_url, token=given.token, out=out, running=given.running)
+        return function(context, *args, **kwargs)
+
+    return wrapper
+
+
+def _given(ctx: click.Context) -> GlobalOptions:
+    given = ctx.find_root().ensure_object(GlobalOptions)
+    assert isinstance(given, GlobalOptions)
+    return given
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Keep an option that was really given; one that stands after the command wins over one before it."""
+    if value is None or value is False or ctx.resilient_parsing or not param.name:
+        return
+    given = _given(ctx)
+    setattr(given, param.name, value)
+    if param.name == "token":
+        say("warning: other users of this machine can see --token; COREWEAVE_API_TOKEN is safer", quiet=given.quiet)
+    if param.name in ("verbose", "quiet"):
+        configure_logging(verbose=given.verbose, quiet=given.quiet)
+
+
+def global_options(*, hidden: bool = False) -> list[click.Parameter]:
+    """Return the global options; the root shows them, commands accept them as well."""
+
+    def option(*names: str, **settings: Any) -> click.Option:
+        return click.Option(names, expose_value=False, callback=_remember, hidden=hidden, **settings)
+
+    return [
+        option(
+            "--base-url",
+            type=TEXT,
+            metavar="ORIGIN",
+            help="Origin of the API.  [env var: COREWEAVE_API_URL; default: https://api.coreweave.com]",
+        ),
+        option("--token", metavar="TOKEN", help="API access token.  [env var: COREWEAVE_API_TOKEN, then CW_API_TOKEN]"),
+        option("--verbose", is_flag=True, help="Show the library's log, and tracebacks of errors."),
+        option("--quiet", is_flag=True, help="Say nothing on standard error but errors."),
+        option("--output", "-o", type=click.Choice(FORMATS), help="What standard output gets.  [default: json]"),
+        option(
+            "--errors",
+            type=click.Choice(("text", "json")),
+            help="How an error is told on standard error.  [default: text]",
+        ),
+    ]
+
+
+class Command(click.Command):
+    """A command of core: it takes the global options after its name too."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the command's parameters, and the global options that it has no name of its own for."""
+        params = super().get_params(ctx)
+        taken = {name for param in params for name in param.opts}
+        return params + [option for option in global_options(hidden=True) if not taken & set(option.opts)]
+
+
+def configure_logging(*, verbose: bool, quiet: bool) -> None:
+    """Send the log of ``cwtrain`` to standard error: warnings, everything with ``verbose``, errors with ``quiet``."""
+    logger = logging.getLogger("cwtrain")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, LogHandler)]:
+        logger.removeHandler(handler)
+    logger.addHandler(LogHandler())
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING)
+    traced = os.environ.get("CWTRAIN_TRACE_PLUGINS", "").strip() not in ("", "0") and not verbose
+    logging.getLogger("cwtrain.plugins").setLevel(logging.INFO if traced else logging.NOTSET)

@@ -1,0 +1,93 @@
+"""Groups that import their commands when they are used; the root has the plugins' commands beside core's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+
+__all__ = ["LazyGroup", "RootGroup"]
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a command when the command is asked for.
+
+    ``lazy`` maps a name to ``package.module:attribute``.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = dict(lazy or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, in the order in which they were given."""
+        return [*self._lazy, *sorted(set(self.commands) - set(self._lazy))]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command called ``cmd_name``, importing its module."""
+        if cmd_name in self._lazy and cmd_name not in self.commands:
+            module, _, attribute = self._lazy[cmd_name].partition(":")
+            self.commands[cmd_name] = getattr(import_module(module), attribute)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that ``args`` names; an unknown one is a usage error with the nearest name."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
+            close = difflib.get_close_matches(name, self.list_commands(ctx), 1)
+            raise click.UsageError(
+                f"no command {name!r} in {ctx.command_path!r}" + (f"; did you mean {close[0]!r}?" if close else ""), ctx
+            )
+        return super().resolve_command(ctx, args)
+
+
+class RootGroup(LazyGroup):
+    """The root: core's commands, and for ``--help`` and names that core does not know, the plugins'.
+
+    A plugin that cannot be loaded is warned about on standard error; core's commands do not depend on it. Completion
+    loads no plugins.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plugins_loaded = False
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return core's commands, then the plugins'."""
+        self._load_plugins(ctx)
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return core's command, or else a plugin's."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and not cmd_name.startswith("-"):
+            self._load_plugins(ctx)
+            command = super().get_command(ctx, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write core's commands and the plugins' in two sections."""
+        names = self.list_commands(ctx)
+        for title, chosen in (
+            ("Commands", [name for name in names if name in self._lazy]),
+            ("Commands of plugins", [name for name in names if name not in self._lazy]),
+        ):
+            commands = [(name, command) for name in chosen if (command := self.get_command(ctx, name)) is not None]
+            visible = [(name, command) for name, command in commands if not command.hidden]
+            if visible:
+                limit = formatter.width - 6 - max(len(name) for name, _ in visible)
+                with formatter.section(title):
+                    formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in visible])
+
+    def _load_plugins(self, ctx: click.Context) -> None:
+        if self._plugins_loaded or ctx.resilient_parsing:
+            return
+        self._plugins_loaded = True
+        from cwtrain.plugins import get_plugins
+
+        get_plugins().register_commands(self, reserved=tuple(self._lazy))

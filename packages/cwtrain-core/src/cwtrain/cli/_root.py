@@ -1,0 +1,58 @@
+"""The root of the command line: global options and the table of core's commands."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from cwtrain.cli._context import GlobalOptions, global_options
+from cwtrain.cli._group import RootGroup
+
+__all__ = ["root"]
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(json.dumps({"cwtrain-core": version("cwtrain-core")}, indent=2))
+        ctx.exit()
+
+
+@click.group(
+    cls=RootGroup,
+    name="cwtrain",
+    lazy={
+        "deployment": "cwtrain.cli.deployment:deployment",
+        "gateway": "cwtrain.cli.gateway:gateway",
+        "hotload": "cwtrain.cli.hotload:hotload",
+        "plugins": "cwtrain.cli.plugins:plugins",
+        "doctor": "cwtrain.cli.doctor:doctor",
+        "completion": "cwtrain.cli.completion:completion",
+    },
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 120},
+    no_args_is_help=True,
+)
+@click.pass_context
+def root(ctx: click.Context, /, **_: Any) -> None:
+    """Publish RL training weights to CoreWeave Dedicated Inference, and manage what serves them.
+
+    Standard output is data, JSON by default; progress, logs and errors go to standard error. Exit codes: 0 done, 1 the
+    operation failed, 2 wrong usage or configuration, 130 interrupted, 143 terminated.
+    """
+    ctx.ensure_object(GlobalOptions)
+
+
+root.params.extend(global_options())
+root.params.append(
+    click.Option(
+        ("--version",),
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_version,
+        help="Print the version and exit.",
+    )
+)

@@ -1,0 +1,207 @@
+"""``cwtrain doctor``: what is installed and set, and whether the service can be reached from here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from cwtrain.cli._context import Command, Context, pass_context
+
+__all__ = ["doctor"]
+
+_LIBRARIES = (
+    "attrs",
+    "boto3",
+    "botocore",
+    "cattrs",
+    "click",
+    "filelock",
+    "httpx",
+    "numpy",
+    "pluggy",
+    "rich",
+    "stamina",
+    "zstandard",
+)
+_SKEW_SECONDS = 60.0
+"""A clock that is off by more is worth a word; S3 refuses requests from a clock 900 s off."""
+
+
+@click.command(cls=Command)
+@pass_context
+def doctor(ctx: Context) -> None:
+    """Report what is installed, set and reachable.
+
+    That is versions, plugins, every setting with its source (secrets masked), the API's endpoint and clock, the object
+    store, and the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment. What is wrong stands in "problems" and
+    on standard error; the exit code says only that the report was made.
+
+    Example: cwtrain doctor
+    """
+    settings = list(_settings(ctx))
+    endpoint, clock = _endpoint(ctx)
+    report: dict[str, Any] = {
+        "versions": _versions(),
+        "plugins": _plugins(),
+        "settings": settings,
+        "endpoint": endpoint,
+        "clock": clock,
+        "storage": _storage(),
+        "bucket": _bucket(ctx),
+    }
+    report["problems"] = list(_problems(report))
+    for problem in report["problems"]:
+        ctx.out.say(f"problem: {problem}")
+    ctx.out.data(report)
+
+
+def _versions() -> dict[str, Any]:
+    found = {
+        _folded(distribution.name): distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.name and _folded(distribution.name).startswith("cwtrain")
+    }
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return {"python": platform.python_version(), "platform": platform.platform(), **dict(sorted(found.items()))}
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _plugins() -> list[dict[str, Any]] | dict[str, str]:
+    from cwtrain.cli.plugins import plugin_rows
+    from cwtrain.errors import CWTrainError
+
+    try:
+        return plugin_rows()
+    except CWTrainError as exc:
+        return {"error": _words(exc)}
+
+
+def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
+    from cwtrain.config import CONFIGS, ApiConfig, located
+
+    for config in CONFIGS:
+        for item in located(config, overrides=ctx.overrides() if config is ApiConfig else {}):
+            yield {
+                "variables": list(item.setting.variables),
+                "value": item.value,
+                "source": item.source,
+                **({"problem": item.problem} if item.problem else {}),
+            }
+
+
+def _endpoint(ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the API's endpoint and its clock say."""
+    from cwtrain.errors import CWTrainError
+
+    unknown = {"skew_seconds": None, "ok": None}
+    try:
+        config = ctx.api_config()
+    except CWTrainError as exc:
+        return {"url": None, "reachable": None, "error": _words(exc)}, unknown
+    from cwtrain.infra._probe import probe
+
+    try:
+        answer = probe(config)
+    except CWTrainError as exc:
+        return {"url": config.base_url, "reachable": False, "error": _words(exc)}, unknown
+    endpoint = {
+        "url": config.base_url,
+        "reachable": True,
+        "status": answer.status,
+        "seconds": round(answer.seconds, 3),
+        "token": config.token_source or None,
+    }
+    skew = answer.skew_seconds
+    ok = None if skew is None else abs(skew) <= _SKEW_SECONDS
+    return endpoint, {"skew_seconds": None if skew is None else round(skew, 1), "ok": ok}
+
+
+def _storage() -> dict[str, Any]:
+    """Return which object store would be used, and who says so."""
+    from cwtrain.errors import CWTrainError
+    from cwtrain.storage import s3_client, s3_settings
+
+    try:
+        settings = s3_settings(s3_client())
+    except CWTrainError as exc:
+        return {"error": _words(exc)}
+    return {
+        "endpoint": settings.endpoint_url,
+        "endpoint_source": settings.endpoint_source,
+        "region": settings.region,
+        "region_source": settings.region_source,
+        "addressing": settings.addressing,
+    }
+
+
+def _bucket(ctx: Context) -> dict[str, Any] | None:
+    from cwtrain.errors import CWTrainError
+
+    deployment_id = os.environ.get("CWTRAIN_HOTLOAD_DEPLOYMENT_ID", "").strip()
+    if not deployment_id:
+        return None
+    from cwtrain.hotload.check import check_hot_load
+
+    try:
+        with ctx.client() as client:
+            return check_hot_load(client, deployment_id).to_json()
+    except CWTrainError as exc:
+        return {"deployment": deployment_id, "result": "failed", "error": _words(exc)}
+
+
+def _problems(report: dict[str, Any]) -> Iterator[str]:
+    if foreign := _foreign():
+        yield foreign
+    plugins = report["plugins"]
+    if isinstance(plugins, dict):
+        yield plugins["error"]
+    else:
+        for row in plugins:
+            for problem in row["problems"]:
+                yield f"plugin {row['name']}: {problem}"
+    yield from (setting["problem"] for setting in report["settings"] if "problem" in setting)
+    endpoint = report["endpoint"]
+    if endpoint["reachable"] is False:
+        yield endpoint["error"]
+    elif endpoint["reachable"]:
+        if endpoint["token"] is None:
+            yield "no API token: set COREWEAVE_API_TOKEN"
+        elif endpoint["status"] == 401:
+            yield f"{endpoint['url']} does not accept the token of {endpoint['token']}"
+        elif endpoint["status"] >= 400:
+            yield f"{endpoint['url']} answers with HTTP {endpoint['status']}"
+    if report["clock"]["ok"] is False:
+        yield (
+            f"the clock of this machine is off by {report['clock']['skew_seconds']:g} s against the API's; "
+            "object stores refuse requests when it is off by 900 s"
+        )
+    if report["bucket"] is not None and "error" in report["bucket"]:
+        yield report["bucket"]["error"]
+
+
+def _foreign() -> str | None:
+    """Return what to say when a distribution named ``cwtrain`` is installed: it has our import name and is not ours."""
+    try:
+        found = importlib.metadata.distribution("cwtrain")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return (
+        f"the distribution 'cwtrain' {found.version} is installed beside cwtrain-core and writes into the same import "
+        "package: run pip uninstall cwtrain, then pip install --force-reinstall cwtrain-core"
+    )
+
+
+def _words(exc: Any) -> str:
+    return f"{exc}; {exc.hint}" if exc.hint else str(exc)

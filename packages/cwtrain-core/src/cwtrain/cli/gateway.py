@@ -1,0 +1,114 @@
+"""``cwtrain gateway``: create, look at and delete gateways."""
+
+from __future__ import annotations
+
+import click
+
+from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._options import TEXT, load_spec, spec_option, timeout_option, wait_option
+from cwtrain.cli._resources import delete_resource, find_one
+
+__all__ = ["gateway"]
+
+_COLUMNS = ("id", "name", "status", "zones", "endpoints")
+
+
+@click.group(no_args_is_help=True)
+def gateway() -> None:
+    """Create, look at and delete gateways.
+
+    A gateway is the endpoint in front of deployments.
+    """
+
+
+@gateway.command(cls=Command)
+@spec_option("gateway's spec")
+@wait_option("Wait until the gateway is READY.")
+@timeout_option(600, "Seconds to wait with --wait.")
+@pass_context
+def create(ctx: Context, file: str, wait: bool, timeout: float) -> None:
+    """Create a gateway from a spec and print it. Values that still are a <placeholder> are refused.
+
+    Example: cwtrain gateway create --file gateway.json --wait
+    """
+    from cwtrain.infra import lifecycle
+    from cwtrain.infra._wire import gateway_to_json
+
+    spec = load_spec(file)
+    client = ctx.client()
+    created = client.create_gateway(spec)
+    stays = f"gateway {created.id} stays; delete it with: cwtrain gateway delete {created.id}"
+    ctx.still_running(stays)
+    ctx.out.say(f"created gateway {created.id} ({created.name})")
+    if wait:
+        try:
+            created = lifecycle.wait_for_gateway(client, created.id, timeout=timeout)
+        except Exception as exc:
+            exc.add_note(stays)
+            raise
+    ctx.all_done()
+    ctx.out.data(gateway_to_json(created), ids=[created.id])
+
+
+@gateway.command(cls=Command)
+@click.argument("name_or_id", type=TEXT)
+@pass_context
+def get(ctx: Context, name_or_id: str) -> None:
+    """Print a gateway, found by its id or its name.
+
+    Example: cwtrain gateway get my-gateway
+    """
+    from cwtrain.infra._wire import gateway_to_json
+
+    client = ctx.client()
+    found = find_one("gateway", name_or_id, client.get_gateway, client.list_gateways)
+    ctx.out.data(gateway_to_json(found), ids=[found.id])
+
+
+@gateway.command("list", cls=Command)
+@pass_context
+def list_(ctx: Context) -> None:
+    """Print all gateways.
+
+    Example: cwtrain --output table gateway list
+    """
+    from cwtrain.infra._wire import gateway_to_json
+
+    found = list(ctx.client().list_gateways())
+    ctx.out.data([gateway_to_json(one) for one in found], ids=[one.id for one in found], columns=_COLUMNS)
+
+
+@gateway.command(cls=Command)
+@click.argument("gateway_id", metavar="ID", type=TEXT)
+@wait_option("Wait until it is gone; one that deployments still use is tried again until the timeout.")
+@timeout_option(600, "Seconds to wait with --wait.")
+@pass_context
+def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float) -> None:
+    """Delete a gateway and print {id, result}: deleting, or deleted with --wait.
+
+    Example: cwtrain gateway delete 7be1... --wait
+    """
+    from cwtrain.infra import lifecycle
+
+    client = ctx.client()
+    delete_resource(
+        ctx,
+        "gateway",
+        gateway_id,
+        client=client,
+        delete=client.delete_gateway,
+        delete_and_wait=lifecycle.delete_gateway,
+        wait=wait,
+        timeout=timeout,
+        ignore_not_found=False,
+    )
+
+
+@gateway.command(cls=Command)
+@pass_context
+def parameters(ctx: Context) -> None:
+    """Print where gateways can be made.
+
+    Example: cwtrain gateway parameters
+    """
+    ctx.out.data(ctx.client().get_gateway_parameters())

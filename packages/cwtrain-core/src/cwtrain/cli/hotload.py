@@ -1,0 +1,362 @@
+"""``cwtrain hotload``: look at snapshots, publish them, and follow what the service does with them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._options import IDENTITY, TEXT, deployment_option, no_wait_option, timeout_option
+
+if TYPE_CHECKING:
+    from cwtrain.hotload import ProgressEvent
+    from cwtrain.models.service import HotLoad, HotLoadState, PromptCachePolicy
+
+__all__ = ["hotload"]
+
+_COLUMNS = ("spec.id", "spec.identity", "spec.type", "status.state", "status.created_at")
+_HEARTBEAT = 10.0
+"""Seconds between two lines about a long read."""
+_RESUMES = "nothing of it runs at the service; the same command goes on where this one stopped"
+
+_previous_identity = click.option(
+    "--previous-identity",
+    type=TEXT,
+    help="Identity that a delta applies to.  [default: for a numeric base_version N in its index, weight_v{N:06d}]",
+)
+_reset_prompt_cache = click.option(
+    "--reset-prompt-cache", is_flag=True, help="Empty the prompt cache at the swap.  [default: the server's policy]"
+)
+
+
+@click.group(no_args_is_help=True)
+def hotload() -> None:
+    """Check, publish and follow snapshots of weights."""
+
+
+@hotload.command(cls=Command)
+@click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+@_previous_identity
+@click.option("--verify", is_flag=True, help="Decode every frame and compare every checksum, too.")
+@click.option(
+    "--base",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="DIR",
+    help="Checkpoint that the delta applies to; with --verify its new bytes are checked as well.",
+)
+@pass_context
+def inspect(ctx: Context, directory: str, previous_identity: str | None, verify: bool, base: str | None) -> None:
+    """Check a snapshot on disk and print what it is. Needs no network and no credentials.
+
+    Example: cwtrain hotload inspect /ckpt/step_000101 --verify --base /ckpt/step_000100
+    """
+    from cwtrain.snapshots import inspect_snapshot, local_snapshot_to_json
+
+    if base is not None and not verify:
+        raise click.UsageError("--base is only read with --verify", click.get_current_context())
+    snapshot = inspect_snapshot(
+        directory,
+        previous_identity=previous_identity,
+        allow_empty_delta=True,
+        verify="full" if verify else "headers",
+        base=base,
+    )
+    ctx.out.data(local_snapshot_to_json(snapshot), ids=[snapshot.path])
+
+
+@hotload.command(cls=Command)
+@deployment_option()
+@click.option(
+    "--checkpoint",
+    type=click.Path(exists=True, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="Directory of the snapshot: a full checkpoint or a delta.",
+)
+@click.option("--identity", type=IDENTITY, required=True, help="Identity to publish it under.")
+@_previous_identity
+@_reset_prompt_cache
+@no_wait_option
+@timeout_option(1800, "Seconds for everything after the upload.")
+@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Uploads at the same time.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan; write nothing.")
+@pass_context
+def publish(
+    ctx: Context,
+    deployment_id: str,
+    checkpoint: str,
+    identity: str,
+    previous_identity: str | None,
+    reset_prompt_cache: bool,
+    wait: bool,
+    timeout: float,
+    workers: int,
+    dry_run: bool,
+) -> None:
+    """Upload a snapshot and hot-load it, and print the hot-load.
+
+    The same command run again after an interruption goes on where the first one stopped.
+
+    Example: cwtrain hotload publish --deployment 2f3c... --checkpoint /ckpt/step_000100 --identity step_000100
+    """
+    _require_predecessor(checkpoint, deployment_id, previous_identity)
+    policy = _policy(reset_prompt_cache)
+    with ctx.client() as client:
+        loader = ctx.loader(client, deployment_id)
+        if dry_run:
+            plan = loader.plan(checkpoint, identity, previous_identity=previous_identity, prompt_cache_policy=policy)
+            ctx.out.data(_plain(attrs.asdict(plan)), ids=[plan.identity])
+            return
+        ctx.still_running(_RESUMES)
+        with _progress(ctx) as on_progress:
+            done = loader.publish(
+                checkpoint,
+                identity,
+                previous_identity=previous_identity,
+                prompt_cache_policy=policy,
+                wait=wait,
+                timeout=timeout,
+                on_progress=on_progress,
+                workers=workers,
+            )
+    _print(ctx, done)
+
+
+@hotload.command(cls=Command)
+@deployment_option()
+@click.option("--identity", type=IDENTITY, required=True, help="Identity of a snapshot that is in the bucket.")
+@_previous_identity
+@_reset_prompt_cache
+@no_wait_option
+@timeout_option(1800, "Seconds to wait.")
+@pass_context
+def trigger(
+    ctx: Context,
+    deployment_id: str,
+    identity: str,
+    previous_identity: str | None,
+    reset_prompt_cache: bool,
+    wait: bool,
+    timeout: float,
+) -> None:
+    """Hot-load a snapshot that is in the bucket already, and print the hot-load.
+
+    Example: cwtrain hotload trigger --deployment 2f3c... --identity step_000100
+    """
+    with ctx.client() as client, _progress(ctx) as on_progress:
+        done = ctx.loader(client, deployment_id).trigger(
+            identity,
+            previous_identity=previous_identity,
+            prompt_cache_policy=_policy(reset_prompt_cache),
+            wait=wait,
+            timeout=timeout,
+            on_progress=on_progress,
+        )
+    _print(ctx, done)
+
+
+@hotload.command(cls=Command)
+@click.argument("hot_load_id", metavar="ID", type=TEXT)
+@timeout_option(1800, "Seconds to wait.")
+@pass_context
+def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
+    """Wait until a hot-load has ended, and print it. With --output jsonl, a line for each change.
+
+    Example: cwtrain hotload wait 5d0a...
+    """
+    with ctx.client() as client:
+        deployment_id = client.get_hot_load(hot_load_id).spec.deployment_id
+        loader = ctx.loader(client, deployment_id)
+        ctx.still_running(f"hot-load {hot_load_id} goes on; follow it with: cwtrain hotload wait {hot_load_id}")
+        with _progress(ctx, stream=ctx.out.streams) as on_progress:
+            done = loader.wait(hot_load_id, timeout=timeout, on_progress=on_progress)
+    _print(ctx, done)
+
+
+@hotload.command(cls=Command)
+@click.argument("hot_load_id", metavar="ID", type=TEXT)
+@pass_context
+def status(ctx: Context, hot_load_id: str) -> None:
+    """Print a hot-load and where each replica is.
+
+    Example: cwtrain hotload status 5d0a...
+    """
+    from cwtrain.infra._wire import hot_load_to_json, replica_to_json
+
+    with ctx.client() as client:
+        found = client.get_hot_load(hot_load_id)
+        replicas = [replica_to_json(replica) for replica in client.list_hot_load_replicas(hot_load_id)]
+    ctx.out.data({"hot_load": hot_load_to_json(found), "replicas": replicas}, ids=[found.id])
+
+
+@hotload.command(cls=Command)
+@click.argument("hot_load_id", metavar="ID", type=TEXT)
+@pass_context
+def cancel(ctx: Context, hot_load_id: str) -> None:
+    """Ask the service to cancel a hot-load, and print it. The service does not offer this today, and says so.
+
+    Example: cwtrain hotload cancel 5d0a...
+    """
+    with ctx.client() as client:
+        canceled = client.cancel_hot_load(hot_load_id)
+    _print(ctx, canceled)
+
+
+@hotload.command("list", cls=Command)
+@deployment_option(required=False, help="Only hot-loads of this deployment.")
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, newest first.")
+@pass_context
+def list_(ctx: Context, deployment_id: str | None, limit: int) -> None:
+    """Print the newest hot-loads.
+
+    Example: cwtrain --output table hotload list --deployment 2f3c... --limit 5
+    """
+    from cwtrain.infra._wire import hot_load_to_json
+
+    with ctx.client() as client:
+        found = list(itertools.islice(client.list_hot_loads(deployment_id, page_size=min(limit, 1000)), limit))
+    ctx.out.data([hot_load_to_json(one) for one in found], ids=[one.id for one in found], columns=_COLUMNS)
+
+
+@hotload.command(cls=Command)
+@deployment_option()
+@click.option("--identity", type=TEXT, required=True, help="Identity of an earlier COMPLETED hot-load.")
+@no_wait_option
+@timeout_option(1800, "Seconds to wait.")
+@pass_context
+def rollback(ctx: Context, deployment_id: str, identity: str, wait: bool, timeout: float) -> None:
+    """Serve an earlier identity again: a new hot-load of the same snapshot. Prints the hot-load.
+
+    Example: cwtrain hotload rollback --deployment 2f3c... --identity step_000080
+    """
+    with ctx.client() as client, _progress(ctx) as on_progress:
+        done = ctx.loader(client, deployment_id).rollback(identity, wait=wait, timeout=timeout, on_progress=on_progress)
+    _print(ctx, done)
+
+
+@hotload.command(cls=Command)
+@deployment_option()
+@click.option("--identity", type=TEXT, required=True, help="Identity of a snapshot in the deployment's bucket.")
+@pass_context
+def verify(ctx: Context, deployment_id: str, identity: str) -> None:
+    """Read a snapshot in the bucket back and check it against its manifest. Prints what was checked.
+
+    Example: cwtrain hotload verify --deployment 2f3c... --identity step_000100
+    """
+    from cwtrain.errors import SnapshotError
+    from cwtrain.hotload.verify import verify_snapshot
+
+    with ctx.client() as client:
+        loader = ctx.loader(client, deployment_id)
+        checked = verify_snapshot(loader.store, loader.location, identity, on_progress=_bytes_read(ctx))
+    if checked.problems:
+        raise SnapshotError(
+            f"{checked.uri} is not what was published: {'; '.join(checked.problems)}",
+            hint="identities are immutable, so publish the snapshot again under a new one, or roll back",
+        )
+    ctx.out.data(_plain(attrs.asdict(checked)), ids=[identity])
+
+
+@hotload.command(cls=Command)
+@deployment_option()
+@pass_context
+def check(ctx: Context, deployment_id: str) -> None:
+    """Check that a trainer with this environment can hot-load the deployment; nothing is left in the bucket.
+
+    ``python -m cwtrain.integrations.preflight`` does the same with the environment of the trainers' hooks.
+
+    Example: cwtrain hotload check --deployment 2f3c...
+    """
+    from cwtrain.hotload.check import check_hot_load
+
+    with ctx.client() as client:
+        checked = check_hot_load(client, deployment_id)
+    for warning in checked.warnings:
+        ctx.out.say(f"warning: {warning}")
+    ctx.out.data(checked.to_json(), ids=[checked.deployment])
+
+
+def _policy(reset: bool) -> PromptCachePolicy:
+    from cwtrain.models.service import PromptCachePolicy
+
+    return PromptCachePolicy.RESET_ALL if reset else PromptCachePolicy.UNSPECIFIED
+
+
+def _require_predecessor(checkpoint: str, deployment_id: str, previous_identity: str | None) -> None:
+    """Refuse, before anything is asked of the service, a delta of which it is not known what it applies to."""
+    from cwtrain.models.snapshot import SnapshotKind
+    from cwtrain.snapshots import inspect_snapshot
+
+    snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
+    if snapshot.kind is SnapshotKind.DELTA and snapshot.previous_identity is None:
+        raise click.UsageError(
+            f"{checkpoint} is a delta, and its base_version {snapshot.base_version!r} does not say which identity it "
+            "applies to: give --previous-identity, the identity of the snapshot that it was made on "
+            f"(cwtrain hotload list --deployment {deployment_id} shows what the deployment has)",
+            click.get_current_context(),
+        )
+
+
+@contextmanager
+def _progress(ctx: Context, *, stream: bool = False) -> Iterator[Callable[[ProgressEvent], None]]:
+    """Give a callback that tells the person how far it is, and with ``stream`` the program too."""
+    from cwtrain.infra._wire import hot_load_to_json
+
+    last: list[HotLoadState] = []
+
+    with ctx.out.progress() as tell:
+
+        def on_progress(event: ProgressEvent) -> None:
+            tell(event)
+            # The last line is the result, which the command itself writes.
+            if stream and event.hot_load is not None and not event.hot_load.state.terminal:
+                state = event.hot_load.state
+                if [state] != last:
+                    last[:] = [state]
+                    ctx.out.data(hot_load_to_json(event.hot_load))
+
+        yield on_progress
+
+
+def _bytes_read(ctx: Context) -> Callable[[int], None]:
+    """Return a callback that says now and then how much was read back."""
+    lock, began = threading.Lock(), time.monotonic()
+    total, told = 0, began
+
+    def on_progress(count: int) -> None:
+        nonlocal total, told
+        with lock:
+            total += count
+            if time.monotonic() - told >= _HEARTBEAT:
+                told = time.monotonic()
+                ctx.out.say(f"read {total:,} bytes in {told - began:.0f} s")
+
+    return on_progress
+
+
+def _print(ctx: Context, hot_load: HotLoad) -> None:
+    from cwtrain.infra._wire import hot_load_to_json
+
+    ctx.out.data(hot_load_to_json(hot_load), ids=[hot_load.id])
+
+
+def _plain(value: Any) -> Any:
+    """Return attrs data as plain JSON data."""
+    match value:
+        case dict():
+            return {key: _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case str():
+            return str(value)
+        case _ if hasattr(value, "isoformat"):
+            return value.isoformat()
+        case _:
+            return value
