@@ -1,0 +1,391 @@
+"""From a directory to a ``LocalSnapshot``, or to one error that lists everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from cwtrain.errors import ConfigError, SnapshotLayoutError
+from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
+from cwtrain.snapshots import identity as identities
+from cwtrain.snapshots._delta_rules import Versions, check_blobs, check_formats, check_versions, read_checksums
+from cwtrain.snapshots._files import Entry, RegularFile, list_directory
+from cwtrain.snapshots._json import MAX_JSON_BYTES
+from cwtrain.snapshots._shards import NUMBERED, Shards, read_shards, take_spare, without_duplicates
+from cwtrain.snapshots._sidefiles import is_side_file
+from cwtrain.snapshots._sniff import describe_content
+from cwtrain.snapshots.checkpoint import SINGLE_NAME, raise_problems
+from cwtrain.snapshots.header import Header, read_header
+from cwtrain.snapshots.index import dump_index, generate_index, is_delta, read_index
+
+__all__ = ["inspect_snapshot", "local_snapshot_to_json"]
+
+_CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
+
+
+@attrs.define(kw_only=True)
+class Inspection:
+    """What is known of a directory so far: everything wrong goes to ``problems``, everything odd to ``warnings``."""
+
+    path: str
+    listing: Mapping[str, Entry]
+    problems: list[str] = attrs.field(factory=list)
+    warnings: list[str] = attrs.field(factory=list)
+    left_out: list[str] = attrs.field(factory=list)
+    side_files: list[str] = attrs.field(factory=list)
+    index: dict[str, Any] | None = None
+    index_generated: bool = False
+    shards: Shards | None = None
+    checksums: dict[str, str] = attrs.field(factory=dict)
+    versions: Versions = attrs.field(factory=Versions)
+
+    def usable(self, name: str) -> bool:
+        """Return whether ``name`` is there as a regular file; if it is there as something else, that is a problem."""
+        entry = self.listing.get(name)
+        if entry is not None and entry.trouble:
+            self.problems.append(f"{name}: {entry.trouble}")
+        return entry is not None and entry.trouble is None
+
+    def place(self, name: str) -> str:
+        """Return the path of ``name``."""
+        return os.path.join(self.path, name)
+
+
+def inspect_snapshot(
+    path: str | os.PathLike[str],
+    *,
+    previous_identity: str | None = None,
+    identity_for_version: Callable[[int], str | None] = identities.identity_for_version,
+    allow_empty_delta: bool = False,
+    verify: str = "headers",
+    base: str | os.PathLike[str] | None = None,
+) -> LocalSnapshot:
+    """Return what the directory at ``path`` holds, ready to be published.
+
+    Works offline. ``previous_identity`` names the snapshot that a delta applies to; without it the number in the
+    delta's ``base_version`` is mapped by ``identity_for_version`` (7 becomes ``weight_v000007``). An empty delta is
+    refused unless ``allow_empty_delta``. Symbolic links are followed.
+
+    ``verify="headers"`` reads only the index and the headers. ``verify="full"`` reads everything: a delta's frames are
+    decoded, in bounded memory, and each result is checked against the recorded Adler-32 where ``base`` (the checkpoint
+    directory or file that the delta was made from) is given; a full snapshot's tensors are checked where their
+    Adler-32 is recorded. Without ``base`` a delta's frames are checked to be exactly one well-formed frame each, of the
+    length that they state, which may be at most 1 TiB.
+
+    Raises SnapshotLayoutError whose ``problems`` lists everything that is wrong, with file and fix; ChecksumError for
+    bytes that do not match; SnapshotChangedError for a file that changes meanwhile; ConfigError for a wrong argument.
+    """
+    if verify not in ("headers", "full"):
+        raise ConfigError(f"verify={verify!r} is unknown", hint="use verify='headers' or verify='full'")
+    if base is not None and verify != "full":
+        raise ConfigError("base= is given, but only verify='full' reads it", hint="add verify='full' (--verify)")
+    place = os.path.abspath(os.fspath(path))
+    found = scan(
+        place,
+        previous_identity=previous_identity,
+        identity_for_version=identity_for_version,
+        allow_empty_delta=allow_empty_delta,
+    )
+    snapshot = _snapshot(found, verified=verify)
+    if verify == "full":
+        snapshot = _verify(found, snapshot, base)
+    return snapshot
+
+
+def scan(
+    place: str,
+    *,
+    previous_identity: str | None = None,
+    identity_for_version: Callable[[int], str | None] = identities.identity_for_version,
+    allow_empty_delta: bool = False,
+) -> Inspection:
+    """Return the inspection of a directory without problems, or raise all of them as one SnapshotLayoutError."""
+    found = Inspection(path=place, listing=list_directory(place))
+    if _ADAPTER in found.listing:
+        found.problems.append(
+            f"{_ADAPTER}: this is an adapter (LoRA) checkpoint, the service takes whole models; merge it into its base "
+            "(peft: model.merge_and_unload().save_pretrained(DIR)) and publish the result"
+        )
+    _read_index(found)
+    delta = found.index is not None and is_delta(found.index)
+    _read_config(found, required=not delta)
+    if found.index is not None:
+        if found.shards is None:
+            found.shards = read_shards(place, found.index["weight_map"], found.listing, found.problems)
+        if delta:
+            _check_delta(found, found.index, found.shards, previous_identity, identity_for_version, allow_empty_delta)
+        else:
+            _check_full(found, found.index, found.shards, previous_identity)
+        _sort_files(found, found.index, found.shards, delta=delta)
+    raise_problems(place, found.problems)
+    return found
+
+
+def _read_index(found: Inspection) -> None:
+    """Read the index, or generate it for a lone ``model.safetensors``, or say what is missing."""
+    if INDEX_NAME in found.listing:
+        if found.usable(INDEX_NAME):
+            try:
+                found.index = read_index(found.place(INDEX_NAME))
+            except SnapshotLayoutError as error:
+                found.problems.extend(error.problems)
+    elif SINGLE_NAME in found.listing:
+        if found.usable(SINGLE_NAME):
+            try:
+                header = read_header(found.place(SINGLE_NAME), label=SINGLE_NAME)
+            except SnapshotLayoutError as error:
+                found.problems.extend(error.problems)
+                return
+            found.index, found.index_generated = generate_index(header, SINGLE_NAME), True
+            found.shards = Shards(
+                directory=found.path, weight_map=found.index["weight_map"], headers={SINGLE_NAME: header}
+            )
+    else:
+        found.problems.append(f"{INDEX_NAME}: is not there, nor is {SINGLE_NAME}; {_what_instead(found.listing)}")
+
+
+def _what_instead(listing: Mapping[str, Entry]) -> str:
+    if any(NUMBERED.fullmatch(name) for name in listing):
+        return "there are shards: the index is written last, so the checkpoint may not be complete yet"
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in listing):
+        return "there are PyTorch files: save the checkpoint as safetensors"
+    inner = [name for name, entry in listing.items() if entry.directory and name.startswith("weight_v")]
+    if inner:
+        return f"give one of the versions in it, for example {inner[-1]}"
+    if _ADAPTER in listing:
+        return "an adapter alone is no model"
+    return "give the directory of a checkpoint in safetensors format"
+
+
+def _read_config(found: Inspection, *, required: bool) -> None:
+    if _CONFIG not in found.listing:
+        if required:
+            found.problems.append(f"{_CONFIG}: is not there; copy it from the model that the training started from")
+        return
+    if not found.usable(_CONFIG):
+        return
+    try:
+        with RegularFile(found.place(_CONFIG), label=_CONFIG) as file:
+            if file.size_bytes > MAX_JSON_BYTES:
+                found.problems.append(f"{_CONFIG}: has {file.size_bytes} bytes; no configuration is that long")
+                return
+            raw = file.read(0, file.size_bytes)
+    except SnapshotLayoutError as error:
+        found.problems.extend(error.problems)
+        return
+    if trouble := _config_trouble(raw):
+        found.problems.append(f"{_CONFIG}: {trouble}")
+
+
+def _config_trouble(raw: bytes) -> str | None:
+    # More lenient than an index: published configurations have NaN, Infinity and keys given twice.
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return describe_content(raw) or f"is not JSON ({error}); copy it again from the model"
+    return None if isinstance(value, dict) else "is not a JSON object; copy it again from the model"
+
+
+def _check_delta(
+    found: Inspection,
+    index: Mapping[str, Any],
+    shards: Shards,
+    previous_identity: str | None,
+    identity_for_version: Callable[[int], str | None],
+    allow_empty_delta: bool,
+) -> None:
+    metadata = index["metadata"]
+    readable = check_formats(metadata, found.problems)
+    found.versions = check_versions(
+        metadata,
+        previous_identity=previous_identity,
+        identity_for_version=identity_for_version,
+        problems=found.problems,
+    )
+    check_blobs(shards, found.problems)
+    if readable:
+        found.checksums = read_checksums(shards, found.problems)
+    if not shards.weight_map and not allow_empty_delta:
+        found.problems.append(
+            f"{INDEX_NAME}: the delta is empty, nothing changed since version {found.versions.base_version}; "
+            "there is nothing to publish: skip this version"
+        )
+
+
+def _check_full(found: Inspection, index: Mapping[str, Any], shards: Shards, previous_identity: str | None) -> None:
+    if not shards.weight_map:
+        found.problems.append(f"{INDEX_NAME}: names no tensors; a full snapshot has all tensors of the model")
+    checksum_format = index["metadata"].get("checksum_format")
+    if checksum_format == "adler32":
+        found.checksums = read_checksums(shards, found.problems)
+    elif checksum_format is not None:
+        found.problems.append(
+            f"{INDEX_NAME}: checksum_format is {checksum_format!r}, the service takes only 'adler32'; "
+            "cwtrain.hotload.delta.write_full_snapshot writes such a snapshot"
+        )
+    if previous_identity is not None:
+        found.warnings.append(
+            f"previous_identity {previous_identity!r} is not used: this is a full snapshot, no delta_encoding"
+        )
+
+
+def _sort_files(found: Inspection, index: Mapping[str, Any], shards: Shards, *, delta: bool) -> None:
+    """Decide for each name in the directory: shard, side file, left out, or refused."""
+    named = {shard for shard in shards.weight_map.values() if isinstance(shard, str)}
+    for name, entry in found.listing.items():
+        if name in named or name in (INDEX_NAME, _ADAPTER):
+            continue
+        if entry.directory:
+            found.left_out.append(f"{_shown(name)}/")
+        elif name.endswith(".safetensors") and not name.startswith("."):
+            if NUMBERED.fullmatch(name):
+                if delta and entry.trouble is None and take_spare(shards, name):
+                    found.left_out.append(name)
+                    found.warnings.append(f"{name}: left out, it holds only copies of tensors that are in other shards")
+                else:
+                    found.problems.append(
+                        f"{name}: is left over from another save, no tensor of the index is in it; "
+                        "delete it, or save into an empty directory"
+                    )
+            else:
+                found.left_out.append(_shown(name))
+                found.warnings.append(f"{_shown(name)}: left out, the index does not name it")
+        elif not is_side_file(name):
+            found.left_out.append(_shown(name))
+        elif not name.isprintable():
+            found.left_out.append(_shown(name))
+            found.warnings.append(f"{name!r}: left out, it cannot be an object's name")
+        elif entry.trouble and name != _CONFIG:
+            found.problems.append(f"{name}: {entry.trouble}; remove it or put the file back")
+        else:
+            found.side_files.append(name)
+
+
+def _shown(name: str) -> str:
+    """Return ``name`` so that it can be printed and stored, also where the file system has bytes that are no UTF-8."""
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
+def _snapshot(found: Inspection, *, verified: str) -> LocalSnapshot:
+    assert found.index is not None  # scan() raised otherwise
+    assert found.shards is not None
+    shards = found.shards
+    delta = is_delta(found.index)
+    files = [_shard_file(shards, shard, header) for shard, header in sorted(shards.headers.items())]
+    files += [_plain_file(found.place(name), found.listing[name]) for name in found.side_files]
+    if found.index_generated:
+        head = dump_index(found.index)
+        files.append(SnapshotFile(name=INDEX_NAME, size_bytes=len(head), head=head))
+    else:
+        files.append(_plain_file(found.place(INDEX_NAME), found.listing[INDEX_NAME]))
+    duplicates = set().union(*shards.duplicates.values())
+    for shard, names in sorted(shards.duplicates.items()):
+        found.warnings.append(
+            f"{shard}: {len(names)} tensors are in another shard too, with equal bytes; one copy is kept "
+            f"({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
+        )
+    tensors = [tensor.size_bytes for _, _, tensor in shards.tensors()]
+    return LocalSnapshot(
+        path=found.path,
+        kind=SnapshotKind.DELTA if delta else SnapshotKind.FULL,
+        files=tuple(files),
+        total_bytes=sum(file.size_bytes for file in files),
+        tensors=len(tensors),
+        tensor_bytes=sum(tensors),
+        index=found.index,
+        index_generated=found.index_generated,
+        empty_delta=delta and not tensors,
+        version=found.versions.version,
+        base_version=found.versions.base_version,
+        previous_identity=found.versions.previous_identity,
+        checksums=found.checksums,
+        left_out=tuple(found.left_out),
+        warnings=tuple(found.warnings),
+        duplicates=tuple(sorted(duplicates)),
+        verified=verified,
+    )
+
+
+def _plain_file(path: str, entry: Entry) -> SnapshotFile:
+    return SnapshotFile(
+        name=entry.name,
+        size_bytes=entry.size_bytes,
+        path=path,
+        ranges=((0, entry.size_bytes),),
+        file_bytes=entry.size_bytes,
+        mtime_ns=entry.mtime_ns,
+        inode=entry.inode,
+        device=entry.device,
+    )
+
+
+def _shard_file(shards: Shards, shard: str, header: Header) -> SnapshotFile:
+    duplicates = shards.duplicates.get(shard)
+    if duplicates:
+        head, ranges = without_duplicates(header, duplicates)
+    else:
+        head, ranges = b"", ((0, header.file_bytes),)
+    return SnapshotFile(
+        name=shard,
+        size_bytes=len(head) + sum(length for _, length in ranges),
+        path=shards.path(shard),
+        head=head,
+        ranges=ranges,
+        file_bytes=header.file_bytes,
+        mtime_ns=header.mtime_ns,
+        inode=header.inode,
+        device=header.device,
+    )
+
+
+def _verify(found: Inspection, snapshot: LocalSnapshot, base: str | os.PathLike[str] | None) -> LocalSnapshot:
+    from cwtrain.snapshots.verify import verify_delta, verify_full
+
+    assert found.shards is not None
+    if snapshot.kind is SnapshotKind.DELTA:
+        verify_delta(found.shards, snapshot.checksums, base=base)
+        return snapshot
+    warnings = list(snapshot.warnings)
+    if base is not None:
+        warnings.append("base= is not used: a full snapshot is checked by itself")
+    if snapshot.checksums:
+        verify_full(found.shards, snapshot.checksums)
+    else:
+        warnings.append("no checksums are recorded, so only the headers could be checked")
+    return attrs.evolve(snapshot, warnings=tuple(warnings))
+
+
+def local_snapshot_to_json(snapshot: LocalSnapshot) -> dict[str, Any]:
+    """Return ``snapshot`` as the JSON data that ``cwtrain hotload inspect`` prints."""
+    delta = snapshot.kind is SnapshotKind.DELTA
+    incremental = {
+        "previous_snapshot_identity": snapshot.previous_identity,
+        "compression_format": "ZSTD",
+        "checksum_format": "ADLER32",
+    }
+    return {
+        "path": snapshot.path,
+        "type": "INCREMENTAL" if delta else "FULL",
+        "files": [file.name for file in snapshot.files],
+        "file_bytes": {file.name: file.size_bytes for file in snapshot.files},
+        "total_bytes": snapshot.total_bytes,
+        "empty_delta": snapshot.empty_delta,
+        "incremental": incremental if delta else None,
+        "index_metadata": dict(snapshot.index_metadata),
+        "index_generated": snapshot.index_generated,
+        "tensors": snapshot.tensors,
+        "tensor_bytes": snapshot.tensor_bytes,
+        "version": snapshot.version,
+        "base_version": snapshot.base_version,
+        "previous_identity": snapshot.previous_identity,
+        "checksums": len(snapshot.checksums),
+        "duplicates": list(snapshot.duplicates),
+        "left_out": list(snapshot.left_out),
+        "warnings": list(snapshot.warnings),
+        "verified": snapshot.verified,
+    }
