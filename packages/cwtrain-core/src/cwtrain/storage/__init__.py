@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from cwtrain.storage.plan import plan_upload
     from cwtrain.storage.report import ObjectDigest, UploadPlan, UploadProgress, UploadReport
     from cwtrain.storage.s3 import S3Settings, s3_client, s3_settings
-    from cwtrain.storage.store import ObjectInfo, ObjectStore, OpenUpload, S3Store
+    from cwtrain.storage.s3_store import S3Store
+    from cwtrain.storage.store import ObjectInfo, ObjectStore, OpenUpload
     from cwtrain.storage.upload import upload_objects
 
 __all__ = [
@@ -55,7 +56,7 @@ _HOMES = {
     "OpenUpload": "store",
     "PermissionCheck": "check",
     "S3Settings": "s3",
-    "S3Store": "store",
+    "S3Store": "s3_store",
     "UploadPlan": "report",
     "UploadProgress": "report",
     "UploadReport": "report",

@@ -24,7 +24,7 @@ from cwtrain.errors import (
 if TYPE_CHECKING:
     from cwtrain.storage.s3 import S3Settings
 
-__all__ = ["refuses_condition", "translate"]
+__all__ = ["translate"]
 
 _QUOTED = 500
 
@@ -53,32 +53,6 @@ _REGION = {
 }
 _ABSENT = {"NoSuchKey", "NoSuchUpload", "NotFound", "404"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
-# Codes of a 400 that are about something else than the conditional header.
-_OTHER_400 = {
-    "AuthorizationHeaderMalformed",
-    "BadDigest",
-    "EntityTooLarge",
-    "EntityTooSmall",
-    "ExpiredToken",
-    "IncompleteBody",
-    "InvalidBucketName",
-    "InvalidDigest",
-    "InvalidPart",
-    "InvalidPartOrder",
-    "InvalidToken",
-    "KeyTooLongError",
-    "MalformedXML",
-    "MetadataTooLarge",
-    "PathStyleRequestNotAllowed",
-    "RequestTimeout",
-    "TokenRefreshRequired",
-    "XAmzContentSHA256Mismatch",
-}
-
-
-def refuses_condition(error: StorageError) -> bool:
-    """Return whether a refused conditional write may have been refused for its ``If-None-Match`` header alone."""
-    return error.status == 501 or (error.status == 400 and error.code not in _OTHER_400)
 
 
 def translate(

@@ -1,0 +1,172 @@
+"""Multipart uploads that were left open: known from this machine's own records, or older than a day.
+
+The store bills the parts of an upload that was neither completed nor aborted. A process that is killed cannot abort,
+so each upload notes what it opens in a small file in the temporary directory, and the next one cleans up after it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+import logging
+import os
+import socket
+import stat
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+
+from cwtrain.errors import CWTrainError, StorageNotFoundError
+from cwtrain.storage.location import Location
+from cwtrain.storage.store import ObjectStore
+
+__all__ = ["UploadRecord", "abort_left_open", "abort_quietly"]
+
+_log = logging.getLogger("cwtrain.storage")
+_DAY = dt.timedelta(days=1)
+_mine: set[str] = set()
+
+
+class UploadRecord:
+    """What one upload has open, kept in a file while there is anything; several threads may use it.
+
+    A directory that cannot be written, or belongs to someone else, means that no record is kept.
+    """
+
+    def __init__(self, store: ObjectStore, location: Location, identity: str, *, directory: str | None = None) -> None:
+        self._directory = directory or os.path.join(tempfile.gettempdir(), f"cwtrain-{os.getuid()}")
+        where = "\n".join((store.endpoint, store.bucket, location.prefix(identity)))
+        self._stem = f"upload-{hashlib.sha256(where.encode()).hexdigest()[:32]}-"
+        pid = os.getpid()
+        self._name = f"{self._stem}{socket.gethostname()}-{pid}-{_started(pid)}-{uuid.uuid4().hex[:8]}.json"
+        self._open: dict[str, str] = {}
+        self._lock = threading.Lock()
+        _mine.add(self._name)
+
+    def opened(self, key: str, upload_id: str) -> None:
+        """Note that an upload was begun."""
+        with self._lock:
+            self._open[upload_id] = key
+            self._write()
+
+    def closed(self, upload_id: str) -> None:
+        """Note that an upload is completed or aborted."""
+        with self._lock:
+            if self._open.pop(upload_id, None) is not None:
+                self._write()
+
+    def close(self) -> None:
+        """End the upload that keeps this record; what is still open is left for the next one."""
+        _mine.discard(self._name)
+
+    def abandoned(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Return (file, key by upload id) of uploads under the same identity whose process no longer runs."""
+        try:
+            names = os.listdir(self._directory) if self._usable() else []
+        except OSError:
+            return
+        for name in names:
+            if not name.startswith(self._stem) or name in _mine or _running(name.removeprefix(self._stem)):
+                continue
+            path = os.path.join(self._directory, name)
+            try:
+                with open(path, encoding="utf-8") as file:
+                    left = json.load(file)
+            except (OSError, ValueError):
+                continue
+            if isinstance(left, dict):
+                yield path, {str(upload_id): str(key) for upload_id, key in left.items()}
+
+    def _usable(self) -> bool:
+        """Only a directory that is ours and closed to others tells us what to abort."""
+        try:
+            about = os.lstat(self._directory)
+        except OSError:
+            return False
+        return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+    def _write(self) -> None:
+        path = os.path.join(self._directory, self._name)
+        try:
+            if not self._open:
+                os.unlink(path)
+                return
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
+            if not self._usable():
+                return
+            with open(path + ".tmp", "w", encoding="utf-8") as file:
+                json.dump(self._open, file)
+            os.replace(path + ".tmp", path)
+        except OSError as error:
+            _log.debug("no record of open uploads can be kept in %s: %s", self._directory, error)
+
+
+def abort_left_open(record: UploadRecord, store: ObjectStore, location: Location, identity: str) -> None:
+    """Abort what earlier uploads of ``identity`` left open, and what has been open for more than a day.
+
+    The second needs the optional permission s3:ListBucketMultipartUploads. Never raises: this is cleaning up.
+    """
+    for path, left in record.abandoned():
+        gone = [abort_quietly(store, key, upload_id) for upload_id, key in left.items()]
+        if all(gone):
+            try:
+                os.unlink(path)
+            except OSError as error:
+                _log.debug("%s cannot be removed: %s", path, error)
+    # Without a prefix of its own, a deployment may share the bucket with strangers, whose uploads are left alone.
+    prefix = location.root or location.prefix(identity)
+    before = dt.datetime.now(dt.UTC) - _DAY
+    try:
+        for upload in store.list_uploads(prefix):
+            if upload.started is not None and upload.started < before:
+                abort_quietly(store, upload.key, upload.upload_id)
+    except CWTrainError as error:
+        _log.debug("open multipart uploads cannot be listed: %s", error)
+
+
+def abort_quietly(store: ObjectStore, key: str, upload_id: str) -> bool:
+    """Abort an upload and return whether it is gone. A failure is only logged: it must not hide what went before."""
+    try:
+        store.abort_upload(key, upload_id)
+    except StorageNotFoundError:
+        pass
+    except CWTrainError as error:
+        _log.warning(
+            "the multipart upload %s of s3://%s/%s is still open and its parts are billed: %s",
+            upload_id,
+            store.bucket,
+            key,
+            error,
+        )
+        return False
+    return True
+
+
+def _running(owner: str) -> bool:
+    """Return whether the process may still run that made a record; one of another host may."""
+    host, pid, started, _ = owner.rsplit("-", 3)
+    if host != socket.gethostname() or not pid.isdigit():
+        return True
+    if int(pid) == os.getpid() and started == _started(os.getpid()):
+        return False  # not among those of this process that are under way
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str:
+    """Return what tells a process from a later one with the same number; ``gone`` when it does not run."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+            # A killed process stays as a zombie until its parent looks.
+            return "gone" if fields[0] in "ZX" else fields[19]
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except OSError:
+        pass
+    return "unknown"

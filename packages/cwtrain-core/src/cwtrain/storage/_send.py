@@ -1,0 +1,298 @@
+"""Send objects: hash, then one PUT or parts, then look at what the store kept. Nothing here decides what is sent."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+
+from cwtrain.errors import (
+    SnapshotConflictError,
+    StorageConflictError,
+    StorageError,
+    StorageNotFoundError,
+)
+from cwtrain.models.snapshot import SnapshotFile
+from cwtrain.storage._crew import Crew, run_all
+from cwtrain.storage._meter import Meter
+from cwtrain.storage._open_uploads import UploadRecord, abort_quietly
+from cwtrain.storage._source import Source
+from cwtrain.storage.claim import refuses_condition
+from cwtrain.storage.plan import SHA256_KEY
+from cwtrain.storage.report import ObjectDigest
+from cwtrain.storage.store import ObjectStore
+
+__all__ = ["PartSizes", "Sender"]
+
+_log = logging.getLogger("cwtrain.storage")
+
+_MIB = 1 << 20
+_MOST_PARTS = 10_000
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 0.3
+_ABORT_SECONDS = 10.0
+
+
+@attrs.frozen(kw_only=True)
+class PartSizes:
+    """Files above ``multipart_above_bytes`` go in parts of ``part_bytes``, or larger ones to stay under 10,000."""
+
+    multipart_above_bytes: int = 128 * _MIB
+    part_bytes: int = 64 * _MIB
+
+    def of(self, size_bytes: int) -> int:
+        """Return the part size for an object of that size; the size itself, at least 1, for a single PUT."""
+        if size_bytes <= self.multipart_above_bytes:
+            return max(1, size_bytes)
+        least = -(-size_bytes // _MOST_PARTS)
+        return max(self.part_bytes, -(-least // _MIB) * _MIB if least > self.part_bytes else 0)
+
+
+@attrs.define(eq=False)
+class _Transfer:
+    file: SnapshotFile
+    key: str
+    source: Source
+    upload_id: str | None = None
+    etags: list[str] = attrs.field(factory=list)
+    left: int = 0
+    """Parts that are not there yet."""
+    given_up: bool = False
+
+
+class Sender:
+    """Sends files with the threads of ``crew``. ``digests`` and ``done`` grow as objects arrive."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        crew: Crew,
+        meter: Meter,
+        record: UploadRecord,
+        sizes: PartSizes,
+        conditional: bool,
+    ) -> None:
+        self._store = store
+        self._crew = crew
+        self._meter = meter
+        self._record = record
+        self._sizes = sizes
+        self._conditional = conditional
+        self._complete_conditional = conditional
+        self._warned_of_metadata = False
+        self._waiting: deque[_Transfer] = deque()
+        self._ready: deque[Callable[[], None]] = deque()
+        self._hashing = 0
+        self.digests: dict[str, ObjectDigest] = {}
+        self.done = 0
+
+    def digest(self, file: SnapshotFile) -> ObjectDigest:
+        """Return size and SHA-256 of a file that is sent later. Raises SnapshotChangedError."""
+        source = Source(file, part_bytes=max(1, file.size_bytes), stopped=self._crew.stopped)
+        try:
+            self.digests[file.name] = source.hash()
+        finally:
+            source.close()
+        return self.digests[file.name]
+
+    def send(self, files: Sequence[tuple[SnapshotFile, str]]) -> None:
+        """Send each file to its key. On any error everything stops, open uploads are aborted, the first one is raised.
+
+        Raises SnapshotChangedError, SnapshotConflictError when someone else wrote a key, StorageError, TransportError.
+        """
+        transfers = []
+        for file, key in files:
+            part_bytes = self._sizes.of(file.size_bytes)
+            transfers.append(_Transfer(file, key, Source(file, part_bytes=part_bytes, stopped=self._crew.stopped)))
+        self._waiting.extend(transfers)
+        try:
+            self._crew.run(self._pick, most=sum(transfer.source.parts for transfer in transfers))
+        except BaseException:
+            self._give_up(transfers)
+            raise
+        finally:
+            for transfer in transfers:
+                transfer.source.close()
+
+    def _pick(self) -> Callable[[], None] | None:
+        """Return the next task: hash ahead just enough to keep every thread sending."""
+        enough = len(self._ready) >= self._crew.workers or self._hashing >= max(1, self._crew.workers // 2)
+        if self._waiting and not enough:
+            self._hashing += 1
+            return partial(self._prepare, self._waiting.popleft())
+        return self._ready.popleft() if self._ready else None
+
+    def _prepare(self, transfer: _Transfer) -> None:
+        try:
+            digest = transfer.source.hash()
+        finally:
+            with self._crew.changed:
+                self._hashing -= 1
+        if self.digests.setdefault(transfer.file.name, digest) != digest:
+            raise transfer.source.changed("it has other bytes than a moment ago")
+        parts = transfer.source.parts
+        if transfer.file.size_bytes <= self._sizes.multipart_above_bytes:
+            tasks = [partial(self._put, transfer)]
+        else:
+            transfer.etags = [""] * parts
+            transfer.left = parts
+            upload_id = self._store.create_upload(transfer.key, metadata=self._metadata(transfer))
+            transfer.upload_id = upload_id
+            self._record.opened(transfer.key, upload_id)
+            if transfer.given_up:  # it took so long that the upload ended meanwhile
+                self._abort(transfer)
+            tasks = [partial(self._send_part, transfer, part) for part in range(parts)]
+        with self._crew.changed:
+            self._ready.extend(tasks)
+            self._crew.changed.notify_all()
+
+    def _put(self, transfer: _Transfer) -> None:
+        def write(if_absent: bool) -> None:
+            body = transfer.source.body(0, on_bytes=self._meter.add, block=self._meter.block_bytes)
+            self._store.put(transfer.key, body, metadata=self._metadata(transfer), if_absent=if_absent)
+
+        self._write(transfer, write)
+        self._arrived(transfer)
+
+    def _send_part(self, transfer: _Transfer, part: int) -> None:
+        assert transfer.upload_id is not None
+        body = transfer.source.body(part, on_bytes=self._meter.add, block=self._meter.block_bytes)
+        etag = self._store.upload_part(transfer.key, transfer.upload_id, part + 1, body)
+        with self._crew.changed:
+            transfer.etags[part] = etag
+            transfer.left -= 1
+            complete = not transfer.left
+        if transfer.given_up:
+            self._abort(transfer)  # this part arrived after the abort, and would be kept
+        elif complete:
+            self._complete(transfer)
+
+    def _complete(self, transfer: _Transfer) -> None:
+        upload_id = transfer.upload_id
+        assert upload_id is not None
+
+        def write(if_absent: bool) -> None:
+            self._store.complete_upload(transfer.key, upload_id, transfer.etags, if_absent=if_absent)
+
+        if self._write(transfer, write, multipart=True):
+            self._record.closed(upload_id)
+        else:
+            self._abort(transfer)  # the object is there; a refused Complete leaves the upload open
+        transfer.upload_id = None
+        self._arrived(transfer)
+
+    def _write(self, transfer: _Transfer, write: Callable[[bool], None], *, multipart: bool = False) -> bool:
+        """Write an object if there is none, and return whether it was this call that did.
+
+        A refusal because it is there already is no error when it is equal: then an earlier attempt of ours was carried
+        out and only its answer was lost.
+        """
+        for _ in range(_ATTEMPTS):
+            if_absent = self._complete_conditional if multipart else self._conditional
+            try:
+                write(if_absent)
+                return True
+            except StorageConflictError as error:
+                if self._equal(transfer):
+                    return False
+                # Nothing is there: it is gone again, or another write is under way.
+                last: StorageError = error
+                self._crew.stopped.wait(_PAUSE_SECONDS)
+            except StorageNotFoundError as error:
+                if error.code == "NoSuchBucket" or not multipart:
+                    raise
+                if self._equal(transfer):
+                    return False
+                raise self._upload_gone(transfer, error) from error
+            except StorageError as error:
+                if not (if_absent and refuses_condition(error)):
+                    raise
+                self._drop_condition(error, multipart)
+                last = error
+        raise last
+
+    def _drop_condition(self, error: StorageError, multipart: bool) -> None:
+        what = "completing a multipart upload" if multipart else "a PUT"
+        if self._complete_conditional if multipart else self._conditional:
+            _log.warning("%s takes no If-None-Match on %s (%s): writing without it", self._store.endpoint, what, error)
+        self._complete_conditional = False
+        self._conditional = self._conditional and multipart
+
+    def _equal(self, transfer: _Transfer) -> bool:
+        """Return whether the object is there and equal; raises SnapshotConflictError when it is other content."""
+        info = self._store.head(transfer.key)
+        if info is None:
+            return False
+        digest = self.digests[transfer.file.name]
+        sha256 = (info.metadata or {}).get(SHA256_KEY, "").lower()
+        if (info.size_bytes, sha256) == (digest.size_bytes, digest.sha256):
+            return True
+        raise SnapshotConflictError(
+            f"s3://{self._store.bucket}/{transfer.key} was written by someone else meanwhile, with other content",
+            objects=(transfer.file.name,),
+            hint="a snapshot is never changed: publish under another identity",
+        )
+
+    def _arrived(self, transfer: _Transfer) -> None:
+        """Compare what the store kept with what was sent: some keep a request's framing inside the object."""
+        digest = self.digests[transfer.file.name]
+        info = self._store.head(transfer.key)
+        where = f"s3://{self._store.bucket}/{transfer.key}"
+        if info is None or info.size_bytes != digest.size_bytes:
+            kept = "nothing" if info is None else f"{info.size_bytes} bytes"
+            raise StorageError(
+                f"{where}: {digest.size_bytes} bytes were sent and the store kept {kept}",
+                bucket=self._store.bucket,
+                key=transfer.key,
+                hint="make the client with cwtrain.storage.s3_client(), which adds no checksum trailers to bodies",
+            )
+        sha256 = (info.metadata or {}).get(SHA256_KEY)
+        if sha256 is not None and sha256.lower() != digest.sha256:
+            self._equal(transfer)
+        if sha256 is None and not self._warned_of_metadata:
+            self._warned_of_metadata = True
+            _log.warning(
+                "%s keeps no user metadata: objects can be compared by the manifest only", self._store.endpoint
+            )
+        transfer.source.close()
+        with self._crew.changed:
+            self.done += 1
+
+    def _metadata(self, transfer: _Transfer) -> dict[str, str]:
+        return {SHA256_KEY: self.digests[transfer.file.name].sha256}
+
+    def _upload_gone(self, transfer: _Transfer, error: StorageError) -> StorageError:
+        return StorageError(
+            f"the multipart upload of s3://{self._store.bucket}/{transfer.key} is gone, and the object is not there",
+            action=error.action,
+            bucket=self._store.bucket,
+            key=transfer.key,
+            code=error.code,
+            status=error.status,
+            hint="another upload of the same directory may have cleaned up after this one: run it again",
+        )
+
+    def _give_up(self, transfers: Sequence[_Transfer]) -> None:
+        """Abort whatever is open. What cannot be aborted in time is logged, and recorded for the next upload."""
+        with self._crew.changed:
+            self._waiting.clear()
+            self._ready.clear()
+            for transfer in transfers:
+                transfer.given_up = True
+            left = [transfer for transfer in transfers if transfer.upload_id is not None]
+        tasks = [partial(self._abort, transfer) for transfer in left]
+        if not run_all(tasks, threads=self._crew.workers, seconds=_ABORT_SECONDS):
+            _log.warning(
+                "not all open multipart uploads could be aborted in %.0f s: %s",
+                _ABORT_SECONDS,
+                ", ".join(f"{transfer.upload_id} of {transfer.key}" for transfer in left),
+            )
+
+    def _abort(self, transfer: _Transfer) -> None:
+        upload_id = transfer.upload_id
+        if upload_id is not None and abort_quietly(self._store, transfer.key, upload_id):
+            self._record.closed(upload_id)

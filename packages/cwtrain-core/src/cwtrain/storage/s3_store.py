@@ -1,0 +1,186 @@
+"""A bucket behind boto3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from cwtrain.errors import StorageNotFoundError, TransportError
+from cwtrain.storage._translate import translate
+from cwtrain.storage.s3 import check_bucket, s3_settings
+from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
+
+if TYPE_CHECKING:
+    from types_boto3_s3.client import S3Client
+
+__all__ = ["S3Store"]
+
+_BLOCK = 1 << 20
+_RESUMES = 3
+
+T = TypeVar("T")
+
+
+class S3Store:
+    """A bucket behind a boto3 client (see ``s3_client``).
+
+    Raises ConfigError at once when the client's endpoint needs the bucket in its host name and it cannot be there.
+    """
+
+    def __init__(self, client: S3Client, bucket: str) -> None:
+        self.settings = s3_settings(client)
+        check_bucket(bucket, self.settings)
+        self._client = client
+        self._bucket = bucket
+
+    def __repr__(self) -> str:
+        return f"S3Store({self._bucket!r} at {self.endpoint})"
+
+    @property
+    def bucket(self) -> str:
+        """The bucket's name."""
+        return self._bucket
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint's URL."""
+        return self.settings.endpoint_url
+
+    @property
+    def max_connections(self) -> int:
+        """The size of the client's connection pool."""
+        return self.settings.max_pool_connections
+
+    def _call(self, action: str, key: str | None, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (ClientError, BotoCoreError) as error:
+            raise translate(error, action=action, bucket=self._bucket, key=key, settings=self.settings) from error
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return what is known of an object, None when it is not there."""
+        try:
+            answer = self._call("s3:GetObject", key, lambda: self._client.head_object(Bucket=self._bucket, Key=key))
+        except StorageNotFoundError as error:
+            if error.code == "NoSuchBucket":
+                raise
+            return None
+        return ObjectInfo(
+            key=key,
+            size_bytes=answer["ContentLength"],
+            modified=answer.get("LastModified"),
+            metadata={name.lower(): value for name, value in answer.get("Metadata", {}).items()},
+        )
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Return all objects whose keys begin with ``prefix``, in the order of their keys."""
+        pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix))
+        while (page := self._call("s3:ListBucket", prefix, lambda: next(pages, None))) is not None:
+            for one in page.get("Contents", ()):
+                yield ObjectInfo(key=one["Key"], size_bytes=one["Size"], modified=one.get("LastModified"))
+
+    def get(self, key: str) -> bytes:
+        """Return a small object's bytes. Raises StorageNotFoundError."""
+        return b"".join(self.stream(key))
+
+    def stream(self, key: str, *, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
+        """Return an object's bytes in blocks, from ``offset`` on. Raises StorageNotFoundError.
+
+        A connection that breaks in the middle is taken up again where it broke, a few times.
+        """
+        if length == 0:
+            return
+        end = None if length is None else offset + length
+        resumes = _RESUMES
+        while True:
+            blocks = self._blocks(key, offset, end)
+            try:
+                for block in blocks:
+                    offset += len(block)
+                    yield block
+                return
+            except TransportError:
+                if not resumes:
+                    raise
+                resumes -= 1
+
+    def _blocks(self, key: str, offset: int, end: int | None) -> Iterator[bytes]:
+        wanted: dict[str, Any] = {}
+        if offset or end is not None:
+            wanted["Range"] = f"bytes={offset}-{'' if end is None else end - 1}"
+        answer = self._call(
+            "s3:GetObject", key, lambda: self._client.get_object(Bucket=self._bucket, Key=key, **wanted)
+        )
+        with answer["Body"] as body:
+            while block := self._call("s3:GetObject", key, lambda: body.read(_BLOCK)):
+                yield block
+
+    def put(self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False) -> None:
+        """Write an object. With ``if_absent`` raises StorageConflictError when there is one."""
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        self._call(
+            "s3:PutObject",
+            key,
+            lambda: self._client.put_object(
+                Bucket=self._bucket, Key=key, Body=_boto(body), Metadata=dict(metadata or {}), **condition
+            ),
+        )
+
+    def create_upload(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
+        """Begin a multipart upload and return its id."""
+        answer = self._call(
+            "s3:PutObject",
+            key,
+            lambda: self._client.create_multipart_upload(Bucket=self._bucket, Key=key, Metadata=dict(metadata or {})),
+        )
+        return answer["UploadId"]
+
+    def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        """Send part ``number`` (from 1) and return its ETag."""
+        answer = self._call(
+            "s3:PutObject",
+            key,
+            lambda: self._client.upload_part(
+                Bucket=self._bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=_boto(body)
+            ),
+        )
+        return answer["ETag"]
+
+    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str], *, if_absent: bool = False) -> None:
+        """Make the object of its parts. Raises StorageNotFoundError when the upload is gone, else as ``put``."""
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        self._call(
+            "s3:PutObject",
+            key,
+            lambda: self._client.complete_multipart_upload(
+                Bucket=self._bucket,
+                Key=key,
+                UploadId=upload_id,
+                MultipartUpload={
+                    "Parts": [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+                },
+                **condition,
+            ),
+        )
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop an upload and its parts. Raises StorageNotFoundError when it is gone."""
+        self._call(
+            "s3:AbortMultipartUpload",
+            key,
+            lambda: self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload_id),
+        )
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Return the open uploads whose keys begin with ``prefix``."""
+        pages = iter(self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix))
+        while (page := self._call("s3:ListBucketMultipartUploads", prefix, lambda: next(pages, None))) is not None:
+            for one in page.get("Uploads", ()):
+                yield OpenUpload(key=one["Key"], upload_id=one["UploadId"], started=one.get("Initiated"))
+
+
+def _boto(body: Body) -> Any:
+    # boto3's annotation asks for a whole IO object; it uses only what Body has.
+    return body
