@@ -93,15 +93,13 @@ class Plugins:
 
     def __init__(self, *, config: PluginConfig | None = None) -> None:
         self._config = config if config is not None else PluginConfig()
-        self._manager: Final = pluggy.PluginManager(specs.PROJECT)
-        self._manager.add_hookspecs(specs)
+        self._manager: Final = self._new_manager()
+        self._alone: dict[str, pluggy.PluginManager] = {}
         self._loaded: dict[str, LoadedPlugin] = {}
         self._broken: dict[tuple[str, str], BrokenPlugin] = {}
         self._disabled: tuple[str, ...] = ()
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._callers: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {}
-        if self._config.trace:
-            self._manager.add_hookcall_monitoring(_trace_before, _trace_after)
+        self._order: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {}
 
     # ------------------------------------------------------------------ loading
 
@@ -157,24 +155,22 @@ class Plugins:
                 f"two plugins are named {name!r}: {other.origin} and {distribution or _module_of(plugin)}",
                 hint=f"uninstall one of them, or leave one out with {_DISABLE}",
             )
+        # Validated on a manager of its own, which is also what calls it apart from the others.
+        alone = self._new_manager()
         try:
+            alone.register(plugin, name)
+            _refuse_unknown_hooks(alone, name)
             self._manager.register(plugin, name)
-            self._refuse_unknown_hooks(plugin, name)
-        except (pluggy.PluginValidationError, ValueError, PluginLoadError) as exc:
-            # Older pluggy leaves a plugin that failed validation half registered.
-            if self._manager.get_plugin(name) is plugin:
-                self._manager.unregister(plugin, name)
-            if isinstance(exc, PluginLoadError):
-                raise
+        except (pluggy.PluginValidationError, ValueError) as exc:
             raise PluginLoadError(f"plugin {name!r} cannot be used: {_one_line(exc)}") from exc
-        finally:
-            self._callers.clear()
+        self._alone[name] = alone
+        self._order.clear()
         self._loaded[name] = LoadedPlugin(
             name=name,
             module=_module_of(plugin),
             distribution=distribution,
             version=version,
-            hooks=tuple(sorted(hook.name for hook in self._manager.get_hookcallers(plugin) or ())),
+            hooks=tuple(sorted(hook.name for hook in alone.get_hookcallers(plugin) or ())),
         )
         return name
 
@@ -182,22 +178,15 @@ class Plugins:
         """Remove the plugin called ``name``, if there is one."""
         if self._loaded.pop(name, None) is not None:
             self._manager.unregister(name=name)
-            self._callers.clear()
+            del self._alone[name]
+            self._order.clear()
 
-    def _refuse_unknown_hooks(self, plugin: object, name: str) -> None:
-        unknown = [
-            hook.name
-            for hook in self._manager.get_hookcallers(plugin) or ()
-            if not hook.has_spec()
-            and any(impl.plugin is plugin and not impl.optionalhook for impl in hook.get_hookimpls())
-        ]
-        if unknown:
-            close = [match for hook in unknown for match in difflib.get_close_matches(hook, specs.KINDS, 1)]
-            raise PluginLoadError(
-                f"plugin {name!r} implements unknown hooks: {', '.join(unknown)}",
-                hint=(f"did you mean {', '.join(close)}? " if close else "")
-                + "A hook of another version of core is marked hookimpl(optionalhook=True)",
-            )
+    def _new_manager(self) -> pluggy.PluginManager:
+        manager = pluggy.PluginManager(specs.PROJECT)
+        manager.add_hookspecs(specs)
+        if self._config.trace:
+            manager.add_hookcall_monitoring(_trace_before, _trace_after)
+        return manager
 
     def _record_broken(self, broken: BrokenPlugin, cause: BaseException | None = None) -> None:
         if self._config.strict:
@@ -409,24 +398,32 @@ class Plugins:
     # ------------------------------------------------------------------ dispatch
 
     def _each(self, hook: str) -> tuple[tuple[str, Callable[..., Any]], ...]:
-        """Return (plugin name, a caller that reaches this plugin alone) in pluggy's call order."""
-        callers = self._callers.get(hook)
+        """Return (plugin name, a caller that reaches this plugin alone) in the order in which pluggy would call."""
+        callers = self._order.get(hook)
         if callers is None:
             impls = getattr(self._manager.hook, hook).get_hookimpls()
             names = dict.fromkeys(impl.plugin_name for impl in reversed(impls))
-            registered = self._manager.list_name_plugin()
-            callers = tuple(
-                (
-                    name,
-                    self._manager.subset_hook_caller(hook, [plugin for other, plugin in registered if other != name]),
-                )
-                for name in names
-            )
-            self._callers[hook] = callers
+            callers = self._order[hook] = tuple((name, getattr(self._alone[name].hook, hook)) for name in names)
         return callers
 
 
 _DISABLE: Final = "CWTRAIN_DISABLED_PLUGINS=<name>"
+
+
+def _refuse_unknown_hooks(manager: pluggy.PluginManager, name: str) -> None:
+    """Raise for hooks of the one plugin in ``manager`` that this version does not have."""
+    unknown = [
+        hook.name
+        for hook in manager.get_hookcallers(manager.get_plugin(name)) or ()
+        if not hook.has_spec() and not all(impl.optionalhook for impl in hook.get_hookimpls())
+    ]
+    if unknown:
+        close = [match for hook in unknown for match in difflib.get_close_matches(hook, specs.KINDS, 1)]
+        raise PluginLoadError(
+            f"plugin {name!r} implements unknown hooks: {', '.join(unknown)}",
+            hint=(f"did you mean {', '.join(close)}? " if close else "")
+            + "A hook of another version of core is marked hookimpl(optionalhook=True)",
+        )
 
 
 def _unique(what: str, found: Iterable[tuple[LoadedPlugin, _T]]) -> dict[str, _T]:
