@@ -1,0 +1,252 @@
+"""The one place that knows httpx: connections, TLS, proxies, headers, time limits, and JSON in and out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+import httpx
+
+from cwtrain.config.api import ApiConfig, is_loopback
+from cwtrain.errors import (
+    ConfigError,
+    ConnectionFailedError,
+    RequestTimeoutError,
+    TransportError,
+    UnexpectedAnswerError,
+)
+from cwtrain.infra._retry import RetryPolicy
+from cwtrain.infra._status import Scrubber, error_from_answer, quote
+
+__all__ = ["PREFIX", "Http", "Limits", "Transport"]
+
+PREFIX = "/v1alpha1/inference"
+"""Where the service lives under its origin."""
+
+LARGEST_ANSWER_BYTES = 256 * 2**20
+LARGEST_REFUSAL_BYTES = 2**20
+_IDLE_SECONDS = 4.0  # below the 5 s after which common servers close: we drop an idle connection first
+
+Transport = httpx.BaseTransport
+"""What a test may put in place of the network."""
+
+Query = Mapping[str, str | int | Sequence[str]]
+
+logger = logging.getLogger("cwtrain.infra")
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """How long one call may take: ``timeout`` seconds for each try, and the policy for more tries."""
+
+    timeout: float = 30.0
+    retry: RetryPolicy = attrs.field(factory=RetryPolicy)
+
+    def within(self, seconds: float, *, retries: bool = True) -> Limits:
+        """Return the limits of a call that is over within about ``seconds``."""
+        budget = min(self.retry.seconds, seconds) if retries else 0.0
+        timeout = min(self.timeout, max(seconds, 1.0))  # a try of no time at all could never succeed
+        return attrs.evolve(self, timeout=timeout, retry=attrs.evolve(self.retry, seconds=budget))
+
+
+class Http:
+    """JSON calls to one origin, with one pool of connections. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        config: ApiConfig,
+        *,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        token = config.token or ""
+        self.base_url = config.base_url
+        self._clock = clock
+        self._token_source = config.token_source
+        self._token_quoted = len(token) > 1 and token[0] == token[-1] and token[0] in "\"'"
+        self._scrub = Scrubber([token, *(value for value in config.headers.values() if len(value) >= 8)])
+        self._trust_env = not is_loopback(config.base_url)
+        self._closed = False
+        if urlsplit(config.base_url).scheme == "http" and self._trust_env:
+            logger.warning("%s is not encrypted: the token can be read on the way", config.base_url)
+        if config.verify is False:
+            logger.warning("TLS checks are off for %s", config.base_url)
+        headers = {
+            "Accept": "application/json",
+            "User-Agent": f"cwtrain/{version('cwtrain-core')} python/{platform.python_version()}",
+            **config.headers,
+            "Authorization": f"Bearer {token}",
+        }
+        try:
+            self._client = httpx.Client(
+                headers=headers,
+                verify=_tls(config.verify),
+                transport=transport,
+                trust_env=self._trust_env,
+                follow_redirects=False,
+                limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
+            )
+        except (ValueError, ImportError) as exc:  # a proxy variable that httpx cannot use
+            raise ConfigError(
+                f"cannot set up connections to {config.base_url}: {self._scrub.text(str(exc))}",
+                hint="check HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or name the host in NO_PROXY",
+            ) from exc
+
+    def close(self) -> None:
+        """Close the connections; calls after that are refused."""
+        self._closed = True
+        self._client.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        limits: Limits,
+        query: Query | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the JSON object that answers ``method path`` (under the prefix), tried as ``limits`` say.
+
+        ``{}`` stands for an empty answer to DELETE. Raises the class of ``cwtrain.errors`` for what went wrong.
+        """
+        where = f"{method} {path}"
+        if self._closed:
+            raise ConfigError(f"this client is closed ({where})", hint="make a new InferenceClient")
+        content = None if body is None else _encoded(body, where)
+
+        def one_try() -> dict[str, Any]:
+            status, headers, answer = self._exchange(method, path, query, content, limits.timeout, where)
+            if not 200 <= status < 300:
+                raise error_from_answer(
+                    status=status,
+                    headers=headers,
+                    body=answer,
+                    where=where,
+                    scrub=self._scrub,
+                    token_source=self._token_source,
+                    token_quoted=self._token_quoted,
+                )
+            if method == "DELETE" and not answer.strip():
+                return {}
+            return self._decoded(answer, status, headers, where)
+
+        return limits.retry.call(one_try)
+
+    def _exchange(
+        self, method: str, path: str, query: Query | None, content: bytes | None, timeout: float, where: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers (lower-case names) and body of one try. ``timeout`` also limits the whole of it."""
+        began = self._clock()
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        try:
+            request = self._client.build_request(
+                method,
+                f"{self.base_url}{PREFIX}{path}",
+                params=dict(query) if query else None,
+                content=content,
+                headers=headers,
+                timeout=timeout,
+            )
+            response = self._client.send(request, stream=True)
+            try:
+                refused = not 200 <= response.status_code < 300
+                most = LARGEST_REFUSAL_BYTES if refused else LARGEST_ANSWER_BYTES
+                answer = bytearray()
+                for chunk in response.iter_bytes():
+                    answer += chunk
+                    if len(answer) > most:
+                        if refused:
+                            break
+                        raise UnexpectedAnswerError(
+                            f"the answer is larger than {most} bytes ({where})", status=response.status_code
+                        )
+                    if self._clock() - began > timeout:
+                        raise RequestTimeoutError(f"the answer did not end within {timeout:g} s ({where})")
+            finally:
+                response.close()
+            return response.status_code, {k.lower(): v for k, v in response.headers.items()}, bytes(answer)
+        except httpx.TimeoutException as exc:
+            what = "no connection" if isinstance(exc, (httpx.ConnectTimeout, httpx.PoolTimeout)) else "no answer"
+            raise RequestTimeoutError(
+                f"{what} within {timeout:g} s ({where}){self._by_proxy()}",
+                hint="the call may have taken effect; it is safe to make it again",
+            ) from exc
+        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as exc:
+            raise ConfigError(f"the request cannot be sent ({where}): {self._scrub.text(str(exc))}") from exc
+        except httpx.RequestError as exc:
+            raise self._no_connection(exc, where) from exc
+
+    def _no_connection(self, exc: httpx.RequestError, where: str) -> TransportError:
+        text = quote(self._scrub.text(str(exc))) or type(exc).__name__
+        hint = "check the network and COREWEAVE_API_URL"
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            hint = "give the CA bundle that the server's certificate needs: SSL_CERT_FILE or verify=PATH"
+        return ConnectionFailedError(
+            f"no answer from {self.base_url} ({where}): {text}{self._by_proxy()}",
+            hint=hint,
+        )
+
+    def _by_proxy(self) -> str:
+        """Say so when a proxy from the environment is in between; it is the first suspect."""
+        if not self._trust_env:
+            return ""
+        parts = urlsplit(self.base_url)
+        proxies = urllib.request.getproxies()
+        if urllib.request.proxy_bypass(parts.hostname or ""):
+            return ""
+        scheme = next((name for name in (parts.scheme, "all") if proxies.get(name)), None)
+        if scheme is None:
+            return ""
+        host = urlsplit(proxies[scheme]).hostname or "a proxy"
+        return f"; it went through the proxy {host} of {scheme.upper()}_PROXY"
+
+    def _decoded(self, answer: bytes, status: int, headers: Mapping[str, str], where: str) -> dict[str, Any]:
+        try:
+            data = json.loads(answer.decode("utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as exc:
+            text = quote(self._scrub.text(answer[:4096].decode("utf-8", "replace")), 200)
+            raise UnexpectedAnswerError(
+                f"the answer is not JSON: {text or 'it is empty'} (HTTP {status}, {where})",
+                status=status,
+                request_id=headers.get("x-request-id"),
+                hint="check that COREWEAVE_API_URL is the API and no other server answers in its place",
+            ) from exc
+        if not isinstance(data, dict):
+            raise UnexpectedAnswerError(
+                f"the answer is no JSON object (HTTP {status}, {where})",
+                status=status,
+                request_id=headers.get("x-request-id"),
+            )
+        return data
+
+
+def _encoded(body: Mapping[str, Any], where: str) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"the request is no JSON ({where}): {exc}") from exc
+
+
+def _tls(verify: bool | str) -> bool | ssl.SSLContext:
+    """Return what httpx takes: its own default, no checks, or a context for a CA file or folder."""
+    if isinstance(verify, bool):
+        return verify
+    try:
+        if os.path.isdir(verify):
+            return ssl.create_default_context(capath=verify)
+        return ssl.create_default_context(cafile=verify)
+    except OSError as exc:  # ssl.SSLError is one
+        raise ConfigError(
+            f"{verify} cannot be used as a CA bundle: {exc}", hint="give the path of a PEM file with certificates"
+        ) from exc

@@ -1,0 +1,95 @@
+"""The wait loop: fetch, look, report, sleep, until it is done or the deadline has come."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from cwtrain.errors import ConfigError, CWTrainError, WaitTimeoutError
+from cwtrain.infra._retry import is_retryable
+from cwtrain.infra._status import retry_floor
+
+__all__ = ["Deadline", "check_seconds", "poll"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("cwtrain.infra")
+
+
+def check_seconds(name: str, value: float) -> float:
+    """Return ``value`` if it is a finite number above zero, else raise ``ConfigError`` naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be a finite number of seconds above 0")
+    return float(value)
+
+
+class Deadline:
+    """A time budget that several waits share; it starts now. ``seconds`` must be finite and above 0."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = check_seconds("timeout", seconds)
+        self._clock = clock
+        self._began = clock()
+
+    def spent(self) -> float:
+        """Return the seconds since the start."""
+        return self._clock() - self._began
+
+    def left(self) -> float:
+        """Return the seconds that are left, at least 0."""
+        return max(0.0, self.seconds - self.spent())
+
+
+def poll(
+    fetch: Callable[[], T],
+    *,
+    done: Callable[[T], bool],
+    timeout: float | Deadline,
+    poll_interval: float,
+    describe: Callable[[T], str],
+    on_progress: Callable[[T, float], None] | None = None,
+    timeout_error: Callable[[T | None, str, float], CWTrainError] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Return the first value of ``fetch`` for which ``done`` is true.
+
+    ``fetch`` failing with an outage (see ``is_retryable``) is ridden out until the deadline; any other error of it, and
+    whatever ``done`` raises, ends the wait at once. ``describe`` puts a value into words. ``on_progress`` gets each
+    value and the seconds spent. There is always a last look at the deadline itself. When time runs out,
+    ``timeout_error(last value, what was seen, seconds)`` is raised, by default a ``WaitTimeoutError``.
+    ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a ``ConfigError``.
+    """
+    deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout, clock)
+    check_seconds("poll_interval", poll_interval)
+    value: T | None = None
+    seen = "nothing yet"
+    outage: CWTrainError | None = None
+    while True:
+        floor = 0.0
+        last_look = deadline.left() <= 0
+        try:
+            value = fetch()
+        except CWTrainError as error:
+            if not is_retryable(error):
+                raise
+            if outage is None:
+                logger.warning("no usable answer while waiting, waiting on: %s", error)
+            outage, floor = error, retry_floor(error)
+        else:
+            outage, seen = None, describe(value)
+            if on_progress is not None:
+                on_progress(value, deadline.spent())
+            if done(value):
+                return value
+        if last_look:
+            break
+        sleep(min(max(poll_interval, floor), deadline.left()))
+    if outage is not None:
+        seen = f"{seen}; the last look failed: {outage}"
+    if timeout_error is not None:
+        raise timeout_error(value, seen, deadline.spent()) from outage
+    raise WaitTimeoutError(f"not done after {deadline.spent():.1f} s; last seen: {seen}", last_seen=seen) from outage
