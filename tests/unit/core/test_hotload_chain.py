@@ -1,6 +1,7 @@
 """Chain rules: what is served, how long chains are, and the id that makes a repeat after a crash the same work."""
 
 import pytest
+
 from cwtrain.errors import SnapshotChainError
 from cwtrain.hotload import chain as chains
 from cwtrain.models.service import (
@@ -15,10 +16,10 @@ from cwtrain.models.service import (
 )
 
 
-def hot_load(identity, state="COMPLETED", previous=None, id=None, resolved=()):
+def hot_load(identity, state="COMPLETED", previous=None, hot_load_id=None, resolved=()):
     return HotLoad(
         spec=HotLoadSpec(
-            id=id or f"id-{identity}",
+            id=hot_load_id or f"id-{identity}",
             identity=identity,
             type=SnapshotType.INCREMENTAL if previous else SnapshotType.FULL,
             incremental_snapshot_metadata=IncrementalSnapshotMetadata(previous_snapshot_identity=previous)
@@ -62,7 +63,7 @@ def test_the_service_s_own_resolution_wins():
 
 def test_a_predecessor_published_twice_resolves_to_the_one_before_the_delta():
     """After a rollback v1 stands twice in the list; the delta v2 was made on the older one."""
-    loads = [hot_load("v1", previous="v0", id="again"), hot_load("v2", previous="v1"), *history(1)]
+    loads = [hot_load("v1", previous="v0", hot_load_id="again"), hot_load("v2", previous="v1"), *history(1)]
     assert [link.hot_load_id for link in chains.chain_of(loads[1], loads).links] == ["id-v0", "id-v1", "id-v2"]
 
 

@@ -444,7 +444,13 @@ class HotLoader:
         _ = self.target
         if deployment.status is not ResourceStatus.READY:
             self._deployment = wait_for_deployment(
-                self.client, self.deployment_id, timeout=timeout, poll_interval=self.poll_interval
+                self.client,
+                self.deployment_id,
+                timeout=timeout,
+                poll_interval=self.poll_interval,
+                just_created=False,
+                clock=self._clock,
+                sleep=self._sleep,
             )
 
     def _upload(

@@ -97,7 +97,8 @@ class HotLoadOperations:
         hot_load_id: str | None = None
         while True:
             try:
-                hot_loads = list(self.client.list_hot_loads(self.deployment_id))
+                client = self.client.within(max(deadline.left(), self.poll_interval))
+                hot_loads = list(client.list_hot_loads(self.deployment_id))
                 if (done := self.done(work, hot_loads)) is not None:
                     return done
                 # Made once: whatever happens to the answers below, this call asks under this id and no other.
@@ -109,7 +110,7 @@ class HotLoadOperations:
                     return unfinished
                 if unfinished is not None:
                     self.wait_for_other(unfinished, deadline=deadline, on_progress=on_progress)
-                return self.client.create_hot_load(
+                return client.create_hot_load(
                     self.deployment_id,
                     work.identity,
                     snapshot_type=work.type,
@@ -180,7 +181,8 @@ class HotLoadOperations:
     def _poll(self, hot_load_id: str, deadline: Deadline, teller: _Teller) -> _Seen:
         def fetch() -> _Seen:
             try:
-                return self._look(hot_load_id, must_live=not teller.waiting_on)
+                client = self.client.within(max(deadline.left(), self.poll_interval))
+                return self._look(client, hot_load_id, must_live=not teller.waiting_on)
             except (TransportError, APIError) as error:
                 if is_retryable(error):
                     teller.outage(str(error))
@@ -197,11 +199,11 @@ class HotLoadOperations:
             sleep=self.sleep,
         )
 
-    def _look(self, hot_load_id: str, *, must_live: bool) -> _Seen:
-        hot_load = self.client.get_hot_load(hot_load_id)
+    def _look(self, client: InferenceClient, hot_load_id: str, *, must_live: bool) -> _Seen:
+        hot_load = client.get_hot_load(hot_load_id)
         replicas: tuple[HotLoadReplica, ...] = ()
         try:
-            replicas = tuple(self.client.list_hot_load_replicas(hot_load_id))
+            replicas = tuple(client.list_hot_load_replicas(hot_load_id))
         except NotFoundError:
             pass  # one that was only just accepted may have none yet
         except (TransportError, APIError) as error:
@@ -209,13 +211,13 @@ class HotLoadOperations:
             if not (hot_load.state.terminal and is_retryable(error)):
                 raise
         if must_live and not hot_load.state.terminal:
-            self._require_alive()
+            self._require_alive(client)
         return hot_load, replicas
 
-    def _require_alive(self) -> None:
+    def _require_alive(self, client: InferenceClient) -> None:
         """Raise when the deployment has FAILED or is going away: a hot-load of it would never end."""
-        if self.client.get_deployment(self.deployment_id).status in (ResourceStatus.FAILED, ResourceStatus.DELETING):
-            wait_for_deployment(self.client, self.deployment_id, timeout=1.0, poll_interval=self.poll_interval)
+        if client.get_deployment(self.deployment_id).status in (ResourceStatus.FAILED, ResourceStatus.DELETING):
+            wait_for_deployment(client, self.deployment_id, timeout=1.0, just_created=False, sleep=self.sleep)
 
 
 def warn_about_stragglers(hot_load: HotLoad, replicas: Sequence[HotLoadReplica]) -> None:

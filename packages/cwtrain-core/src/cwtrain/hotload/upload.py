@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from cwtrain.errors import SnapshotError, StorageConflictError
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotFile, SnapshotKind
@@ -130,7 +130,13 @@ def _checksums(snapshot: LocalSnapshot) -> Mapping[str, str]:
 
 
 def store_for(bucket: str, s3: Any = None, *, workers: int = 8) -> ObjectStore:
-    """Return an object store on ``bucket``, with a client from the environment unless ``s3`` is one."""
+    """Return the object store of ``bucket``.
+
+    ``s3`` is a boto3 client, or an ObjectStore that is taken as it is (``MemoryStore`` in tests); without it a client
+    is made from the environment.
+    """
     if s3 is None:
         s3 = s3_client(max_pool_connections=max(16, 2 * workers))
+    if hasattr(s3, "create_upload"):
+        return cast("ObjectStore", s3)
     return S3Store(s3, bucket)
