@@ -20,6 +20,7 @@ from cwtrain.events import HotLoadProgressed, HotLoadRequested, SnapshotUploaded
 from cwtrain.hotload import HotLoader
 from cwtrain.models.service import (
     Condition,
+    ConditionStatus,
     HotLoad,
     HotLoadSpec,
     HotLoadState,
@@ -266,7 +267,7 @@ def test_a_failed_deployment_never_costs_a_whole_timeout(world):
     world.service.deployment = attrs.evolve(
         world.service.deployment,
         status=ResourceStatus.FAILED,
-        conditions=(Condition(type="Ready", status="FALSE", message="no capacity"),),
+        conditions=(Condition(type="Ready", status=ConditionStatus.FALSE, message="no capacity"),),
     )
     with pytest.raises(DeploymentFailedError, match="no capacity"):
         world.loader.publish(world.full, "v0")

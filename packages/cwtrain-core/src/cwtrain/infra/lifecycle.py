@@ -1,4 +1,4 @@
-"""What takes longer than one call: wait until something is ready or gone, find endpoints, hold a deployment for a while.
+"""What takes longer than one call: wait until something is ready or gone, hold a deployment for a while.
 
 A deployment holds GPUs until it is deleted. Nothing here deletes on its own, save ``running_deployment``, which is
 asked to.
@@ -58,9 +58,17 @@ class _Kind:
     delete: Callable[[InferenceClient, str], Any]
 
 
-_GATEWAY = _Kind("gateway", GatewayFailedError, InferenceClient.get_gateway, InferenceClient.delete_gateway)
+_GATEWAY = _Kind(
+    "gateway",
+    GatewayFailedError,
+    lambda client, name: client.get_gateway(name),
+    lambda client, name: client.delete_gateway(name),
+)
 _DEPLOYMENT = _Kind(
-    "deployment", DeploymentFailedError, InferenceClient.get_deployment, InferenceClient.delete_deployment
+    "deployment",
+    DeploymentFailedError,
+    lambda client, name: client.get_deployment(name),
+    lambda client, name: client.delete_deployment(name),
 )
 
 
@@ -267,7 +275,7 @@ def _delete(
     resource_id: str,
     timeout: float,
     poll_interval: float,
-    on_progress: Callable[[R | None, float], None] | None,
+    on_progress: Callable[[Any, float], None] | None,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> bool:
@@ -294,14 +302,14 @@ def _delete(
         return asked.was_there
     was_deleting = asked.status is ResourceStatus.DELETING
 
-    def fetch() -> R | None:
+    def fetch() -> Gateway | Deployment | None:
         try:
-            found: R = kind.get(client.within(deadline.left()), resource_id)
+            found: Gateway | Deployment = kind.get(client.within(deadline.left()), resource_id)
         except NotFoundError:
             return None
         return found
 
-    def gone(found: R | None) -> bool:
+    def gone(found: Gateway | Deployment | None) -> bool:
         nonlocal was_deleting
         if found is None:
             return True
