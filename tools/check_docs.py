@@ -7,7 +7,7 @@
 - `cwtrain ...` in shell examples and in inline code is a command with options that exist;
 - dotted names (`cwtrain.hotload.delta`), classes of errors, variables (`CWTRAIN_...`) and source paths exist;
 - Python examples compile;
-- the reference pages name every command, option, error and setting.
+- the reference pages name every command, option, error and setting; the architecture page every module of core.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Page:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.text = path.read_text(encoding="utf-8")
-        self.name = str(path.relative_to(ROOT))
+        self.name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
         self.blocks: list[Block] = []
         for match in FENCE.finditer(self.text):
             indent = match["indent"]
@@ -138,14 +138,20 @@ def commands(text: str) -> Iterator[list[str]]:
 def command_problem(root: click.Command, arguments: list[str]) -> str | None:
     """Return what is wrong with a call of `cwtrain`, or None."""
     command, context, path = root, click.Context(root, info_name="cwtrain"), "cwtrain"
+    before: click.Option | None = None
     for word in arguments:
-        options = {name: item for item in command.params if isinstance(item, click.Option) for name in _names(item)}
         if word in OPEN_ENDED or word.startswith(("<", "[")):
             return None
+        options = {name: item for item in command.params if isinstance(item, click.Option) for name in _names(item)}
+        value_of, before = before, None
+        if value_of is not None and not value_of.is_flag:
+            continue
         if word.startswith("-") and word != "-":
-            if word.partition("=")[0] not in options and word not in ("--help", "-h", "--version"):
-                return f"`{path}` has no option {word}"
-        elif isinstance(command, click.Group) and not _is_value(arguments, word, options):
+            name, _, attached = word.partition("=")
+            if name not in options and name not in ("--help", "-h", "--version"):
+                return f"`{path}` has no option {name}"
+            before = None if attached else options.get(name)
+        elif isinstance(command, click.Group):
             inner = command.get_command(context, word)
             if inner is None:
                 return f"`{path}` has no command {word!r}"
@@ -157,13 +163,6 @@ def _names(option: click.Option) -> list[str]:
     return [*option.opts, *option.secondary_opts]
 
 
-def _is_value(arguments: list[str], word: str, options: dict[str, click.Option]) -> bool:
-    """Say whether a word is the value of the option before it."""
-    before = arguments[arguments.index(word) - 1] if arguments.index(word) else ""
-    option = options.get(before)
-    return option is not None and not option.is_flag
-
-
 def examples(page: Page, root: click.Command) -> Iterator[str]:
     """Yield what is wrong with a page's examples and inline commands."""
     for block in page.blocks:
@@ -171,7 +170,7 @@ def examples(page: Page, root: click.Command) -> Iterator[str]:
             try:
                 compile(block.text, page.name, "exec")
             except SyntaxError as error:
-                yield f"{page.name}:{block.line + (error.lineno or 0)}: {error.msg}"
+                yield f"{page.name}:{block.line + (error.lineno or 1) - 1}: {error.msg}"
         elif block.language in ("bash", "sh", "shell", "console"):
             for arguments in commands(block.text):
                 if problem := command_problem(root, arguments):
@@ -237,6 +236,10 @@ def reference(root: click.Command) -> Iterator[str]:
     config = importlib.import_module("cwtrain.config")
     variables = {name for item in config.CONFIGS for setting in config.describe(item) for name in setting.variables}
     yield from lacking("docs/reference/environment.md", sorted(variables))
+
+    core = ROOT / "packages/cwtrain-core/src/cwtrain"
+    modules = [str(path.relative_to(core)) for path in core.glob("*/*.py") if not path.name.startswith("_")]
+    yield from lacking("docs/explanation/architecture.md", sorted(modules))
 
 
 def lacking(name: str, wanted: list[str]) -> Iterator[str]:
