@@ -75,7 +75,8 @@ def test_a_name_of_a_later_version_says_so(module: str, name: str) -> None:
 
 
 def test_names_are_one_object_wherever_they_are_imported_from() -> None:
-    from cwtrain import errors, hotload, infra, models, snapshots
+    from cwtrain import errors, hotload, infra, snapshots
+    from cwtrain.models import service
 
     assert cwtrain.HotLoader is hotload.HotLoader
     assert cwtrain.InferenceClient is infra.InferenceClient
@@ -83,7 +84,7 @@ def test_names_are_one_object_wherever_they_are_imported_from() -> None:
     assert cwtrain.upload_snapshot is hotload.upload_snapshot
     assert hotload.SnapshotError is errors.SnapshotError
     assert infra.lifecycle.LifecycleError is errors.LifecycleError
-    assert infra.HotLoad is models.HotLoad is hotload.HotLoad
+    assert infra.HotLoad is service.HotLoad is hotload.HotLoad
 
 
 def test_the_constructor_of_the_client() -> None:
