@@ -24,19 +24,19 @@ types:
 
 # every test
 tests *args:
-    uv run pytest -n 2 {{ args }}
+    uv run pytest -n 2 --dist loadfile {{ args }}
 
 # functions in memory only: a few seconds
 unit *args:
-    uv run pytest -n 2 tests/unit {{ args }}
+    uv run pytest -n 2 --dist loadfile tests/unit {{ args }}
 
 # both sides of the wire, and the bucket
 contract *args:
-    uv run pytest -n 2 tests/contract {{ args }}
+    uv run pytest -n 2 --dist loadfile tests/contract {{ args }}
 
 # whole runs
 e2e *args:
-    uv run pytest -n 2 tests/e2e {{ args }}
+    uv run pytest -n 2 --dist loadfile tests/e2e {{ args }}
 
 # links, names, commands and words of the documentation
 docs:

@@ -75,7 +75,7 @@ def main() -> None:
         steps = [
             ["uv", "venv", "--quiet", "--no-config", "--python", python, folder, "--allow-existing"],
             install,
-            [inside, "-m", "pytest", "-q", "-n", options.workers, *tests],
+            [inside, "-m", "pytest", "-q", "-n", options.workers, "--dist", "loadfile", *tests],
         ]
         for step in steps:
             done = subprocess.run(
