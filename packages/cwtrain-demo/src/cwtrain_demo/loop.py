@@ -1,0 +1,317 @@
+"""The demo's run: an emulator, a deployment, and a trainer whose weights are hot-loaded after every step.
+
+Everything goes the way it would against the real service: the API through ``InferenceClient``, weights through
+``HotLoader``, rollouts through the sampler. At the end the bytes on every replica are compared with the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from cwtrain.errors import ConfigError
+from cwtrain.hotload import HotLoader
+from cwtrain.hotload.delta import checkpoint_checksums, write_delta, write_full_snapshot
+from cwtrain.infra import InferenceClient, lifecycle
+from cwtrain.models.service import Deployment, HotLoad
+from cwtrain_demo.replicas import replica_digests
+from cwtrain_demo.result import DemoResult, Step, Version
+from cwtrain_demo.task import Alphabet, check_logprobs
+from cwtrain_demo.trainer import Trainer, new_model, read_model
+from cwtrain_emulator import Emulator
+from cwtrain_rollout.config import RolloutConfig
+from cwtrain_rollout.sampler import Sampler
+
+__all__ = ["DemoConfig", "run_demo"]
+
+MODEL_NAME = "cwtrain-demo"
+PATH_PREFIX = "demo"
+_POLL = 0.05
+_PATIENCE = 120.0
+"""Seconds for anything that takes a moment on one machine."""
+
+
+@attrs.frozen(kw_only=True)
+class DemoConfig:
+    """What is to be run. ``full_every`` is the distance between full snapshots, in versions."""
+
+    steps: int = 20
+    replicas: int = 2
+    seed: int = 0
+    model: str | None = None
+    """Directory of a model of the numpy engine; the demo's own without it."""
+    state_dir: str | None = None
+    """An empty or new directory for everything that is written; a temporary one without it."""
+    keep: bool = False
+
+    @property
+    def full_every(self) -> int:
+        """Every how many versions a full snapshot cuts the chain of deltas."""
+        return max(2, min(8, self.steps // 2))
+
+
+def run_demo(
+    config: DemoConfig,
+    *,
+    on_step: Callable[[Step, Version], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> DemoResult:
+    """Run the demo and return its result.
+
+    ``on_step`` sees each step with the version that it made, ``say`` a line for people now and then.
+
+    Everything that is started is stopped again, whatever happens. Raises ``CWTrainError``.
+    """
+    result = DemoResult(seed=config.seed, engine="numpy")
+    started = time.monotonic()
+    with _state_directory(config, say) as root, contextlib.ExitStack() as stack:
+        with _phase(result, "start"):
+            say(f"starting the emulator with {config.replicas} replicas")
+            emulator = stack.enter_context(Emulator(root / "emulator", replicas=config.replicas, seed=config.seed))
+            stack.enter_context(_environment(emulator.env))
+            client = stack.enter_context(InferenceClient())
+        with _phase(result, "create"):
+            deployment, endpoint = _create(client, emulator.bucket)
+            say(f"deployment {deployment.name} is {deployment.status} at {endpoint}")
+        run = _Run(config, result, root, emulator, client, deployment, endpoint)
+        run.publish_base()
+        for step in range(config.steps):
+            run.step(step, on_step)
+        with _phase(result, "check"):
+            run.check()
+        result.sampler = run.sampler.totals
+        if config.keep or config.state_dir:
+            result.state_dir = str(root)
+        stopping = time.monotonic()
+        stack.close()
+        result.seconds["stop"] = time.monotonic() - stopping
+    result.seconds["total"] = time.monotonic() - started
+    return result
+
+
+class _Run:
+    """The moving parts between two steps."""
+
+    def __init__(
+        self,
+        config: DemoConfig,
+        result: DemoResult,
+        root: Path,
+        emulator: Emulator,
+        client: InferenceClient,
+        deployment: Deployment,
+        endpoint: str,
+    ) -> None:
+        self.config, self.result, self.root, self.emulator = config, result, root, emulator
+        base = root / "base"
+        model = read_model(config.model) if config.model else new_model(base, seed=config.seed)
+        self.trainer = Trainer(model)
+        self.side_files = Path(config.model) if config.model else base
+        self.task = Alphabet(letters=self.trainer.vocab_size - 1, seed=config.seed)
+        self.loader = HotLoader(client, deployment.id, poll_interval=_POLL, timeout=_PATIENCE)
+        self.sampler = Sampler(
+            RolloutConfig(
+                base_url=endpoint, model=deployment.model_name, api_key=emulator.admin_token, deadline=_PATIENCE
+            )
+        )
+        self.served: HotLoad | None = None
+
+    def publish_base(self) -> None:
+        """Publish the weights that training starts from, as version 0."""
+        self._publish(0)
+
+    def step(self, step: int, on_step: Callable[[Step, Version], None] | None) -> None:
+        """Sample from the version that is served, learn, and publish the next one."""
+        started = time.monotonic()
+        policy, result = self.trainer.policy, self.result
+        with _phase(result, "sample"):
+            groups = self.sampler.sample_groups(
+                self.task.prompts(step), self.task.sampling, cache_salt=self.served.id if self.served else None
+            )
+        with _phase(result, "learn"):
+            mismatches, difference = check_logprobs(policy, groups)
+            result.logprob_difference = max(result.logprob_difference, difference)
+            lesson = self.task.lesson(policy, groups)
+            self.trainer.learn(lesson.batch)
+        version = self._publish(step + 1)
+        result.steps.append(
+            Step(
+                step=step,
+                version=step,
+                reward=lesson.reward,
+                samples=lesson.samples,
+                tokens=lesson.tokens,
+                logprob_mismatches=mismatches,
+                example=_spelled(lesson.example, self.task.letters),
+                seconds=time.monotonic() - started,
+            )
+        )
+        if on_step is not None:
+            on_step(result.steps[-1], version)
+
+    def check(self) -> None:
+        """Compare what every replica holds with what the trainer holds."""
+        last = self.result.versions[-1]
+        ours = self.trainer.digests()
+        theirs = replica_digests(self.emulator)
+        report = self.loader.verify_served(last.identity)
+        self.result.replicas = {replica.name: replica.current_snapshot_identity for replica in report.replicas}
+        for name, digests in theirs.items():
+            differing = [tensor for tensor in ours.keys() | digests.keys() if ours.get(tensor) != digests.get(tensor)]
+            if differing:
+                self.result.weights_differ[name] = sorted(differing)
+        everyone = len(theirs) == self.config.replicas == len(report.replicas)
+        self.result.weights_match = report.served and everyone and not self.result.weights_differ
+
+    def _publish(self, number: int) -> Version:
+        started = time.monotonic()
+        checkpoint = self._checkpoint(number)
+        snapshot = self.root / "snapshots" / checkpoint.name
+        with _phase(self.result, "write"):
+            self.trainer.save(checkpoint)
+            _copy_side_files(self.side_files, checkpoint)
+            before = self.result.versions[-1] if self.result.versions else None
+            previous = None if number % self.config.full_every == 0 else before
+            if previous is None:
+                write_full_snapshot(checkpoint, snapshot, checkpoint_checksums(checkpoint))
+                size, ratio, changed, density = _size(snapshot), 1.0, len(self.trainer.policy.weights), 1.0
+            else:
+                base = self._checkpoint(previous.version)
+                stats = write_delta(base, checkpoint, snapshot, version=number, base_version=previous.version)
+                size, ratio, changed, density = stats.delta_bytes, stats.ratio, stats.changed_tensors, stats.density
+        written = time.monotonic() - started
+        identity = f"demo-v{number:06d}"
+        with _phase(self.result, "publish"):
+            self.served = self.loader.publish(
+                snapshot, identity, previous_identity=previous.identity if previous else None
+            )
+        version = Version(
+            version=number,
+            identity=identity,
+            kind="DELTA" if previous else "FULL",
+            hot_load_id=self.served.id,
+            bytes=size,
+            ratio=round(ratio, 3),
+            changed_tensors=changed,
+            tensors=len(self.trainer.policy.weights),
+            density=round(density, 4),
+            write_seconds=round(written, 4),
+            upload_seconds=round(self.served.timings.get("upload_seconds", 0.0), 4),
+            hot_load_seconds=round(self.served.timings.get("last_replica_seconds", 0.0), 4),
+            seconds=round(time.monotonic() - started, 4),
+        )
+        self.result.versions.append(version)
+        return version
+
+    def _checkpoint(self, number: int) -> Path:
+        return self.root / "checkpoints" / f"v{number:06d}"
+
+
+def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
+    """Create gateway and deployment and return the deployment, READY, with the URL for rollouts."""
+    zone = _zone(client)
+    gateway = client.create_gateway(
+        {
+            "name": "demo-gateway",
+            "zones": [zone],
+            "coreWeaveAuth": {},
+            "bodyBasedRouting": {"apiType": "API_TYPE_OPENAI"},
+        }
+    )
+    lifecycle.wait_for_gateway(client, gateway.id, timeout=_PATIENCE, poll_interval=_POLL)
+    deployment = client.create_deployment(
+        {
+            "name": "demo",
+            "gatewayIds": [gateway.id],
+            "runtime": {
+                "engine": "dynamo-vllm",
+                # Rollouts need log-probs of the distribution that is sampled from; the engine's default are raw ones.
+                "engineConfig": {"logprobs-mode": "processed_logprobs"},
+            },
+            "resources": {"instanceType": "emulated", "gpuCount": 1},
+            "model": {"name": MODEL_NAME},
+            "hotLoad": {"bucket": bucket, "pathPrefix": PATH_PREFIX, "transitionMode": "TRANSITION_MODE_ASYNC"},
+        }
+    )
+    deployment = lifecycle.wait_for_deployment(client, deployment.id, timeout=_PATIENCE, poll_interval=_POLL)
+    (endpoint,) = lifecycle.endpoints(client, deployment)
+    return deployment, lifecycle.rollout_base_url(endpoint)
+
+
+def _zone(client: InferenceClient) -> str:
+    zones: Sequence[str] = client.get_gateway_parameters().get("zones") or ["US-EAST-04A"]
+    return zones[0]
+
+
+@contextlib.contextmanager
+def _state_directory(config: DemoConfig, say: Callable[[str], None]) -> Iterator[Path]:
+    """Give the directory for everything that is written, and remove it at the end unless it is to be kept."""
+    if config.state_dir:
+        root = Path(config.state_dir).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        if any(root.iterdir()):
+            raise ConfigError(f"--state-dir {root} is not empty", hint="give a new directory for every run")
+        yield root
+        return
+    root = Path(tempfile.mkdtemp(prefix="cwtrain-demo-"))
+    try:
+        yield root
+    finally:
+        if config.keep:
+            say(f"everything that was written is in {root}")
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables as a user of the emulator does, and put the old ones back."""
+    wanted = dict(values)
+    for name in ("NO_PROXY", "no_proxy"):
+        wanted[name] = f"{os.environ.get(name, '')},127.0.0.1,localhost".lstrip(",")
+    dropped = [name for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "CWTRAIN_API_HEADERS") if name not in wanted]
+    before = {name: os.environ.get(name) for name in [*wanted, *dropped]}
+    for name in dropped:
+        os.environ.pop(name, None)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _phase(result: DemoResult, name: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        result.seconds[name] = result.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _copy_side_files(source: Path, checkpoint: Path) -> None:
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, checkpoint / name)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def _spelled(tokens: Sequence[int], letters: int) -> str:
+    """Return tokens as letters, a point for the end token; as numbers where there are more than 26."""
+    if letters > 26:
+        return " ".join(map(str, tokens))
+    return "".join("." if token >= letters else chr(ord("a") + token) for token in tokens)
