@@ -216,7 +216,7 @@ class _Run:
 
 def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
     """Create gateway and deployment and return the deployment, READY, with the URL for rollouts."""
-    zone = _zone(client)
+    zone: str = client.get_gateway_parameters()["zones"][0]
     gateway = client.create_gateway(
         {
             "name": "demo-gateway",
@@ -226,6 +226,8 @@ def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
         }
     )
     lifecycle.wait_for_gateway(client, gateway.id, timeout=_PATIENCE, poll_interval=_POLL)
+    parameters = client.get_deployment_parameters([gateway.id])
+    instance_type: str = parameters["resourceParameters"]["instanceTypes"][0]
     deployment = client.create_deployment(
         {
             "name": "demo",
@@ -235,7 +237,7 @@ def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
                 # Rollouts need log-probs of the distribution that is sampled from; the engine's default are raw ones.
                 "engineConfig": {"logprobs-mode": "processed_logprobs"},
             },
-            "resources": {"instanceType": "emulated", "gpuCount": 1},
+            "resources": {"instanceType": instance_type, "gpuCount": 1},
             "model": {"name": MODEL_NAME},
             "hotLoad": {"bucket": bucket, "pathPrefix": PATH_PREFIX, "transitionMode": "TRANSITION_MODE_ASYNC"},
         }
@@ -243,11 +245,6 @@ def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
     deployment = lifecycle.wait_for_deployment(client, deployment.id, timeout=_PATIENCE, poll_interval=_POLL)
     (endpoint,) = lifecycle.endpoints(client, deployment)
     return deployment, lifecycle.rollout_base_url(endpoint)
-
-
-def _zone(client: InferenceClient) -> str:
-    zones: Sequence[str] = client.get_gateway_parameters().get("zones") or ["US-EAST-04A"]
-    return zones[0]
 
 
 @contextlib.contextmanager
