@@ -312,7 +312,7 @@ def test_commands_are_merged_core_keeps_its_own_and_a_shared_name_fails_naming_b
     owners = plugins.register_commands(group, reserved=["core"])
     assert owners == {"one": "a", "two": "b", "both": "b"}
     assert set(group.commands) == {"one", "two", "both"}
-    with pytest.raises(PluginConflictError, match=r"b-dist .* and a-dist "):
+    with pytest.raises(PluginConflictError, match="b-dist and a-dist"):
         group.commands["both"].main(["--any", "thing"], standalone_mode=False)
     assert {(item.name, item.where) for item in plugins.broken} == {
         ("a", "cwtrain_register_commands"),

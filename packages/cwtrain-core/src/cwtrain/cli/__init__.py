@@ -12,7 +12,7 @@ from types import FrameType
 
 import click
 
-from cwtrain.cli._context import GlobalOptions, configure_logging
+from cwtrain.cli._context import GlobalOptions, logging_to_stderr
 from cwtrain.cli._errors import DONE, FAILED, INTERRUPTED, TERMINATED, Terminated, report
 from cwtrain.cli._output import say
 from cwtrain.cli._root import root
@@ -22,11 +22,10 @@ __all__ = ["main"]
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run ``cwtrain`` with ``args`` (``sys.argv[1:]``) and return its exit code."""
-    words = list(sys.argv[1:] if args is None else args)
+    words = list(sys.argv[1:] if args is None else args) or ["--help"]
     given = GlobalOptions(verbose="--verbose" in words, quiet="--quiet" in words, errors=_errors_format(words))
-    configure_logging(verbose=given.verbose, quiet=given.quiet)
     try:
-        with _terminated_by_sigterm():
+        with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm():
             code = root.main(words, prog_name="cwtrain", standalone_mode=False, obj=given)
             sys.stdout.flush()
     except (KeyboardInterrupt, click.Abort):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
     from cwtrain.hotload import HotLoader
     from cwtrain.infra import InferenceClient
 
-__all__ = ["Command", "Context", "GlobalOptions", "global_options", "pass_context"]
+__all__ = [
+    "Command",
+    "Context",
+    "GlobalOptions",
+    "global_options",
+    "logging_to_stderr",
+    "pass_context",
+    "set_log_level",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -62,7 +71,8 @@ class Context:
         """Return a client for the API."""
         from cwtrain.infra import InferenceClient
 
-        return InferenceClient(self.token, base_url=self.base_url)
+        source = "--token" if self.token and self.token.strip() else None
+        return InferenceClient(self.token, base_url=self.base_url, token_source=source)
 
     def loader(self, client: InferenceClient, deployment_id: str) -> HotLoader:
         """Return a loader for the deployment, watched so that an interrupt can say what still runs."""
@@ -109,7 +119,7 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     if param.name == "token":
         say("warning: other users of this machine can see --token; COREWEAVE_API_TOKEN is safer", quiet=given.quiet)
     if param.name in ("verbose", "quiet"):
-        configure_logging(verbose=given.verbose, quiet=given.quiet)
+        set_log_level(verbose=given.verbose, quiet=given.quiet)
 
 
 def global_options(*, hidden: bool = False) -> list[click.Parameter]:
@@ -138,7 +148,18 @@ def global_options(*, hidden: bool = False) -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command of core: it takes the global options after its name too."""
+    """A command of core: it takes the global options after its name too, and shows an ``example`` in its help."""
+
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example, in one line so that it can be copied."""
+        super().format_epilog(ctx, formatter)
+        if self.example:
+            with formatter.section("Example"):
+                formatter.write(f"{'':>{formatter.current_indent}}{self.example}\n")
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the command's parameters, and the global options that it has no name of its own for."""
@@ -147,13 +168,25 @@ class Command(click.Command):
         return params + [option for option in global_options(hidden=True) if not taken & set(option.opts)]
 
 
-def configure_logging(*, verbose: bool, quiet: bool) -> None:
-    """Send the log of ``cwtrain`` to standard error: warnings, everything with ``verbose``, errors with ``quiet``."""
-    logger = logging.getLogger("cwtrain")
-    for handler in [handler for handler in logger.handlers if isinstance(handler, LogHandler)]:
-        logger.removeHandler(handler)
-    logger.addHandler(LogHandler())
+@contextmanager
+def logging_to_stderr(*, verbose: bool, quiet: bool) -> Iterator[None]:
+    """Send the log of ``cwtrain`` to standard error inside the block; see ``set_log_level``."""
+    logger, handler = logging.getLogger("cwtrain"), LogHandler()
+    before = logger.level, logger.propagate, logging.getLogger("cwtrain.plugins").level
+    logger.addHandler(handler)
     logger.propagate = False
-    logger.setLevel(logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING)
+    set_log_level(verbose=verbose, quiet=quiet)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        level, logger.propagate, plugins_level = before
+        logger.setLevel(level)
+        logging.getLogger("cwtrain.plugins").setLevel(plugins_level)
+
+
+def set_log_level(*, verbose: bool, quiet: bool) -> None:
+    """Let warnings through, everything with ``verbose``, errors only with ``quiet``."""
+    logging.getLogger("cwtrain").setLevel(logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING)
     traced = os.environ.get("CWTRAIN_TRACE_PLUGINS", "").strip() not in ("", "0") and not verbose
     logging.getLogger("cwtrain.plugins").setLevel(logging.INFO if traced else logging.NOTSET)

@@ -24,7 +24,7 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands, in the order in which they were given."""
-        return [*self._lazy, *sorted(set(self.commands) - set(self._lazy))]
+        return [*self._lazy, *(name for name in self.commands if name not in self._lazy)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command called ``cmd_name``, importing its module."""
@@ -40,9 +40,7 @@ class LazyGroup(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
             close = difflib.get_close_matches(name, self.list_commands(ctx), 1)
-            raise click.UsageError(
-                f"no command {name!r} in {ctx.command_path!r}" + (f"; did you mean {close[0]!r}?" if close else ""), ctx
-            )
+            raise click.UsageError(f"no command {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""), ctx)
         return super().resolve_command(ctx, args)
 
 

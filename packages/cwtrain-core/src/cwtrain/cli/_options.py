@@ -78,9 +78,9 @@ TEXT: Final = _Text()
 IDENTITY: Final = _Identity()
 
 
-def timeout_option(default: float, help: str) -> Callable[[_F], _F]:  # noqa: A002 - click's own word
+def timeout_option(default: int, help: str) -> Callable[[_F], _F]:  # noqa: A002 - click's own word
     """Return ``--timeout`` with a default in seconds."""
-    return click.option("--timeout", type=SECONDS, default=default, show_default=f"{default:g}", help=help)
+    return click.option("--timeout", type=SECONDS, default=default, show_default=True, help=help)
 
 
 def wait_option(help: str) -> Callable[[_F], _F]:  # noqa: A002

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from cwtrain.hotload import ProgressEvent
 
-__all__ = ["FORMATS", "LiveTable", "LogHandler", "Output", "ProgressLine", "is_terminal", "say"]
+__all__ = ["FORMATS", "HEARTBEAT", "LiveTable", "LogHandler", "Output", "ProgressLine", "is_terminal", "say"]
 
 FORMATS: Final = ("json", "jsonl", "table", "id")
-_HEARTBEAT: Final = 30.0
+HEARTBEAT: Final = 30.0
 """Seconds between two plain lines while nothing changes."""
 
 
@@ -198,7 +198,7 @@ class ProgressLine:
             self._bar.update(self._task, description=event.summary(), completed=done, total=total or None)
             return
         mark, now = _mark(event), self._clock()
-        if mark != self._mark or now - self._told >= _HEARTBEAT:
+        if mark != self._mark or now - self._told >= HEARTBEAT:
             self._mark, self._told = mark, now
             say(event.summary())
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cwtrain.cli._context import Context
-from cwtrain.errors import NotFoundError
+from cwtrain.cli._output import HEARTBEAT
+from cwtrain.errors import NotFoundError, TransportError
 
-if TYPE_CHECKING:
-    from cwtrain.infra import InferenceClient
-
-__all__ = ["delete_resource", "find_one"]
+__all__ = ["create_resource", "delete_resource", "find_one", "status_lines"]
 
 
 class _Named(Protocol):
@@ -20,6 +18,13 @@ class _Named(Protocol):
     def id(self) -> str: ...
     @property
     def name(self) -> str: ...
+
+
+class _Stated(Protocol):
+    @property
+    def status(self) -> str: ...
+    @property
+    def status_text(self) -> str: ...
 
 
 _R = TypeVar("_R", bound=_Named)
@@ -40,25 +45,57 @@ def find_one(what: str, name_or_id: str, get: Callable[[str], _R], list_all: Cal
     raise NotFoundError(f"{len(found)} {what}s are named {name_or_id!r}", hint=f"give one of the ids: {ids}")
 
 
+def create_resource(
+    ctx: Context, what: str, spec: dict[str, Any], create: Callable[[dict[str, Any]], _R], costs: str
+) -> tuple[_R, str]:
+    """Create from ``spec`` and return it with the sentence that says how to get rid of it again.
+
+    The id is chosen and told here, before anything is asked of the service: whatever happens from then on, an answer
+    that never comes included, the person knows what to look for.
+    """
+    resource_id = str(spec.setdefault("id", str(uuid.uuid4())))
+    maybe = f"{what} {resource_id} may exist; look with: cwtrain {what} get {resource_id}"
+    ctx.still_running(maybe)
+    ctx.out.say(f"creating {what} {resource_id}")
+    try:
+        created = create(spec)
+    except TransportError as exc:
+        exc.add_note(maybe)
+        raise
+    stays = f"{what} {created.id} {costs} until you delete it: cwtrain {what} delete {created.id}"
+    ctx.still_running(stays)
+    return created, stays
+
+
+def status_lines(ctx: Context, what: str, resource_id: str) -> Callable[[_Stated | None, float], None]:
+    """Return a callback that tells the person each change of a resource's status, and otherwise every 30 s."""
+    last, told = "", 0.0
+
+    def on_progress(found: _Stated | None, spent: float) -> None:
+        nonlocal last, told
+        status = "gone" if found is None else found.status_text or found.status
+        if status != last or spent - told >= HEARTBEAT:
+            last, told = status, spent
+            ctx.out.say(f"{what} {resource_id}: {status}, {spent:.0f} s")
+
+    return on_progress
+
+
 def delete_resource(
     ctx: Context,
     what: str,
     resource_id: str,
     *,
-    client: InferenceClient,
     delete: Callable[[str], Any],
-    delete_and_wait: Callable[..., bool],
+    delete_and_wait: Callable[[], bool],
     wait: bool,
-    timeout: float,
     ignore_not_found: bool,
 ) -> None:
     """Delete and print ``{id, result}``; without ``ignore_not_found`` there being nothing to delete is an error."""
+    ctx.still_running(f"{what} {resource_id} may be going away; see: cwtrain {what} get {resource_id}")
     try:
         if wait:
-            ctx.still_running(f"{what} {resource_id} is being deleted; see: cwtrain {what} get {resource_id}")
-            gone = delete_and_wait(client, resource_id, timeout=timeout)
-            result = "deleted" if gone else "not_found"
-            ctx.all_done()
+            result = "deleted" if delete_and_wait() else "not_found"
         else:
             delete(resource_id)
             result = "deleting"
@@ -68,6 +105,7 @@ def delete_resource(
         result = "not_found"
     if result == "not_found" and not ignore_not_found:
         raise NotFoundError(f"there is no {what} {resource_id}", code="not_found", hint=f"cwtrain {what} list")
+    ctx.all_done()
     ctx.out.data({"id": resource_id, "result": result}, ids=[resource_id])
 
 

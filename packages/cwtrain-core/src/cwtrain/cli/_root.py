@@ -33,7 +33,7 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         "completion": "cwtrain.cli.completion:completion",
     },
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 120},
-    no_args_is_help=True,
+    no_args_is_help=False,
 )
 @click.pass_context
 def root(ctx: click.Context, /, **_: Any) -> None:

@@ -9,13 +9,10 @@ from cwtrain.cli._context import Command
 __all__ = ["completion"]
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, example='eval "$(cwtrain completion bash)"')
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def completion(shell: str) -> None:
-    """Print the completion script of a shell. Completing asks neither the network nor plugins.
-
-    Example: eval "$(cwtrain completion bash)"
-    """
+    """Print the completion script of a shell. Completing asks neither the network nor plugins."""
     from click.shell_completion import ShellComplete, get_completion_class
 
     from cwtrain.cli._root import root

@@ -32,7 +32,7 @@ _SKEW_SECONDS = 60.0
 """A clock that is off by more is worth a word; S3 refuses requests from a clock 900 s off."""
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, example="cwtrain doctor")
 @pass_context
 def doctor(ctx: Context) -> None:
     """Report what is installed, set and reachable.
@@ -40,8 +40,6 @@ def doctor(ctx: Context) -> None:
     That is versions, plugins, every setting with its source (secrets masked), the API's endpoint and clock, the object
     store, and the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment. What is wrong stands in "problems" and
     on standard error; the exit code says only that the report was made.
-
-    Example: cwtrain doctor
     """
     settings = list(_settings(ctx))
     endpoint, clock = _endpoint(ctx)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import click
 
 from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import TEXT, load_spec, spec_option, timeout_option, wait_option
-from cwtrain.cli._resources import delete_resource, find_one
+from cwtrain.cli._resources import create_resource, delete_resource, find_one, status_lines
+from cwtrain.errors import CWTrainError
 
 __all__ = ["gateway"]
 
 _COLUMNS = ("id", "name", "status", "zones", "endpoints")
 
 
-@click.group(no_args_is_help=True)
+@click.group(cls=LazyGroup, no_args_is_help=False)
 def gateway() -> None:
     """Create, look at and delete gateways.
 
@@ -21,94 +23,80 @@ def gateway() -> None:
     """
 
 
-@gateway.command(cls=Command)
+@gateway.command(cls=Command, example="cwtrain gateway create --file gateway.json --wait")
 @spec_option("gateway's spec")
 @wait_option("Wait until the gateway is READY.")
 @timeout_option(600, "Seconds to wait with --wait.")
 @pass_context
 def create(ctx: Context, file: str, wait: bool, timeout: float) -> None:
-    """Create a gateway from a spec and print it. Values that still are a <placeholder> are refused.
-
-    Example: cwtrain gateway create --file gateway.json --wait
-    """
+    """Create a gateway from a spec and print it. Values that still are a <placeholder> are refused."""
     from cwtrain.infra import lifecycle
     from cwtrain.infra._wire import gateway_to_json
 
     spec = load_spec(file)
-    client = ctx.client()
-    created = client.create_gateway(spec)
-    stays = f"gateway {created.id} stays; delete it with: cwtrain gateway delete {created.id}"
-    ctx.still_running(stays)
-    ctx.out.say(f"created gateway {created.id} ({created.name})")
-    if wait:
-        try:
-            created = lifecycle.wait_for_gateway(client, created.id, timeout=timeout)
-        except Exception as exc:
-            exc.add_note(stays)
-            raise
+    with ctx.client() as client:
+        created, stays = create_resource(ctx, "gateway", spec, client.create_gateway, "stays")
+        if wait:
+            try:
+                created = lifecycle.wait_for_gateway(
+                    client, created.id, timeout=timeout, on_progress=status_lines(ctx, "gateway", created.id)
+                )
+            except CWTrainError as exc:
+                exc.add_note(stays)
+                raise
     ctx.all_done()
     ctx.out.data(gateway_to_json(created), ids=[created.id])
 
 
-@gateway.command(cls=Command)
+@gateway.command(cls=Command, example="cwtrain gateway get my-gateway")
 @click.argument("name_or_id", type=TEXT)
 @pass_context
 def get(ctx: Context, name_or_id: str) -> None:
-    """Print a gateway, found by its id or its name.
-
-    Example: cwtrain gateway get my-gateway
-    """
+    """Print a gateway, found by its id or its name."""
     from cwtrain.infra._wire import gateway_to_json
 
-    client = ctx.client()
-    found = find_one("gateway", name_or_id, client.get_gateway, client.list_gateways)
+    with ctx.client() as client:
+        found = find_one("gateway", name_or_id, client.get_gateway, client.list_gateways)
     ctx.out.data(gateway_to_json(found), ids=[found.id])
 
 
-@gateway.command("list", cls=Command)
+@gateway.command("list", cls=Command, example="cwtrain --output table gateway list")
 @pass_context
 def list_(ctx: Context) -> None:
-    """Print all gateways.
-
-    Example: cwtrain --output table gateway list
-    """
+    """Print all gateways."""
     from cwtrain.infra._wire import gateway_to_json
 
-    found = list(ctx.client().list_gateways())
+    with ctx.client() as client:
+        found = client.list_gateways()
     ctx.out.data([gateway_to_json(one) for one in found], ids=[one.id for one in found], columns=_COLUMNS)
 
 
-@gateway.command(cls=Command)
+@gateway.command(cls=Command, example="cwtrain gateway delete 7be1... --wait")
 @click.argument("gateway_id", metavar="ID", type=TEXT)
 @wait_option("Wait until it is gone; one that deployments still use is tried again until the timeout.")
 @timeout_option(600, "Seconds to wait with --wait.")
 @pass_context
 def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float) -> None:
-    """Delete a gateway and print {id, result}: deleting, or deleted with --wait.
-
-    Example: cwtrain gateway delete 7be1... --wait
-    """
+    """Delete a gateway and print {id, result}: deleting, or deleted with --wait."""
     from cwtrain.infra import lifecycle
 
-    client = ctx.client()
-    delete_resource(
-        ctx,
-        "gateway",
-        gateway_id,
-        client=client,
-        delete=client.delete_gateway,
-        delete_and_wait=lifecycle.delete_gateway,
-        wait=wait,
-        timeout=timeout,
-        ignore_not_found=False,
-    )
+    with ctx.client() as client:
+        delete_resource(
+            ctx,
+            "gateway",
+            gateway_id,
+            delete=client.delete_gateway,
+            delete_and_wait=lambda: lifecycle.delete_gateway(
+                client, gateway_id, timeout=timeout, on_progress=status_lines(ctx, "gateway", gateway_id)
+            ),
+            wait=wait,
+            ignore_not_found=False,
+        )
 
 
-@gateway.command(cls=Command)
+@gateway.command(cls=Command, example="cwtrain gateway parameters")
 @pass_context
 def parameters(ctx: Context) -> None:
-    """Print where gateways can be made.
-
-    Example: cwtrain gateway parameters
-    """
-    ctx.out.data(ctx.client().get_gateway_parameters())
+    """Print where gateways can be made."""
+    with ctx.client() as client:
+        ctx.out.data(client.get_gateway_parameters())

@@ -13,7 +13,9 @@ import attrs
 import click
 
 from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import IDENTITY, TEXT, deployment_option, no_wait_option, timeout_option
+from cwtrain.cli._output import HEARTBEAT
 
 if TYPE_CHECKING:
     from cwtrain.hotload import ProgressEvent
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["hotload"]
 
 _COLUMNS = ("spec.id", "spec.identity", "spec.type", "status.state", "status.created_at")
-_HEARTBEAT = 10.0
-"""Seconds between two lines about a long read."""
 _RESUMES = "nothing of it runs at the service; the same command goes on where this one stopped"
 
 _previous_identity = click.option(
@@ -36,12 +36,12 @@ _reset_prompt_cache = click.option(
 )
 
 
-@click.group(no_args_is_help=True)
+@click.group(cls=LazyGroup, no_args_is_help=False)
 def hotload() -> None:
     """Check, publish and follow snapshots of weights."""
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload inspect /ckpt/step_000101 --verify --base /ckpt/step_000100")
 @click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False))
 @_previous_identity
 @click.option("--verify", is_flag=True, help="Decode every frame and compare every checksum, too.")
@@ -53,10 +53,7 @@ def hotload() -> None:
 )
 @pass_context
 def inspect(ctx: Context, directory: str, previous_identity: str | None, verify: bool, base: str | None) -> None:
-    """Check a snapshot on disk and print what it is. Needs no network and no credentials.
-
-    Example: cwtrain hotload inspect /ckpt/step_000101 --verify --base /ckpt/step_000100
-    """
+    """Check a snapshot on disk and print what it is. Needs no network and no credentials."""
     from cwtrain.snapshots import inspect_snapshot, local_snapshot_to_json
 
     if base is not None and not verify:
@@ -71,7 +68,10 @@ def inspect(ctx: Context, directory: str, previous_identity: str | None, verify:
     ctx.out.data(local_snapshot_to_json(snapshot), ids=[snapshot.path])
 
 
-@hotload.command(cls=Command)
+@hotload.command(
+    cls=Command,
+    example="cwtrain hotload publish --deployment 2f3c... --checkpoint /ckpt/step_000100 --identity step_000100",
+)
 @deployment_option()
 @click.option(
     "--checkpoint",
@@ -103,8 +103,6 @@ def publish(
     """Upload a snapshot and hot-load it, and print the hot-load.
 
     The same command run again after an interruption goes on where the first one stopped.
-
-    Example: cwtrain hotload publish --deployment 2f3c... --checkpoint /ckpt/step_000100 --identity step_000100
     """
     _require_predecessor(checkpoint, deployment_id, previous_identity)
     policy = _policy(reset_prompt_cache)
@@ -129,7 +127,7 @@ def publish(
     _print(ctx, done)
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload trigger --deployment 2f3c... --identity step_000100")
 @deployment_option()
 @click.option("--identity", type=IDENTITY, required=True, help="Identity of a snapshot that is in the bucket.")
 @_previous_identity
@@ -146,10 +144,7 @@ def trigger(
     wait: bool,
     timeout: float,
 ) -> None:
-    """Hot-load a snapshot that is in the bucket already, and print the hot-load.
-
-    Example: cwtrain hotload trigger --deployment 2f3c... --identity step_000100
-    """
+    """Hot-load a snapshot that is in the bucket, and print the hot-load."""
     with ctx.client() as client, _progress(ctx) as on_progress:
         done = ctx.loader(client, deployment_id).trigger(
             identity,
@@ -162,14 +157,14 @@ def trigger(
     _print(ctx, done)
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload wait 5d0a...")
 @click.argument("hot_load_id", metavar="ID", type=TEXT)
 @timeout_option(1800, "Seconds to wait.")
 @pass_context
 def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
-    """Wait until a hot-load has ended, and print it. With --output jsonl, a line for each change.
+    """Wait until a hot-load has ended, and print it.
 
-    Example: cwtrain hotload wait 5d0a...
+    With --output jsonl there is a line for each change; the last is the result.
     """
     with ctx.client() as client:
         deployment_id = client.get_hot_load(hot_load_id).spec.deployment_id
@@ -180,14 +175,11 @@ def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
     _print(ctx, done)
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload status 5d0a...")
 @click.argument("hot_load_id", metavar="ID", type=TEXT)
 @pass_context
 def status(ctx: Context, hot_load_id: str) -> None:
-    """Print a hot-load and where each replica is.
-
-    Example: cwtrain hotload status 5d0a...
-    """
+    """Print a hot-load and where each replica is."""
     from cwtrain.infra._wire import hot_load_to_json, replica_to_json
 
     with ctx.client() as client:
@@ -196,28 +188,25 @@ def status(ctx: Context, hot_load_id: str) -> None:
     ctx.out.data({"hot_load": hot_load_to_json(found), "replicas": replicas}, ids=[found.id])
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload cancel 5d0a...")
 @click.argument("hot_load_id", metavar="ID", type=TEXT)
 @pass_context
 def cancel(ctx: Context, hot_load_id: str) -> None:
-    """Ask the service to cancel a hot-load, and print it. The service does not offer this today, and says so.
+    """Ask the service to cancel a hot-load, and print it.
 
-    Example: cwtrain hotload cancel 5d0a...
+    The service does not offer this today, and says so.
     """
     with ctx.client() as client:
         canceled = client.cancel_hot_load(hot_load_id)
     _print(ctx, canceled)
 
 
-@hotload.command("list", cls=Command)
+@hotload.command("list", cls=Command, example="cwtrain --output table hotload list --deployment 2f3c... --limit 5")
 @deployment_option(required=False, help="Only hot-loads of this deployment.")
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, newest first.")
 @pass_context
 def list_(ctx: Context, deployment_id: str | None, limit: int) -> None:
-    """Print the newest hot-loads.
-
-    Example: cwtrain --output table hotload list --deployment 2f3c... --limit 5
-    """
+    """Print the newest hot-loads."""
     from cwtrain.infra._wire import hot_load_to_json
 
     with ctx.client() as client:
@@ -225,30 +214,30 @@ def list_(ctx: Context, deployment_id: str | None, limit: int) -> None:
     ctx.out.data([hot_load_to_json(one) for one in found], ids=[one.id for one in found], columns=_COLUMNS)
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload rollback --deployment 2f3c... --identity step_000080")
 @deployment_option()
 @click.option("--identity", type=TEXT, required=True, help="Identity of an earlier COMPLETED hot-load.")
 @no_wait_option
 @timeout_option(1800, "Seconds to wait.")
 @pass_context
 def rollback(ctx: Context, deployment_id: str, identity: str, wait: bool, timeout: float) -> None:
-    """Serve an earlier identity again: a new hot-load of the same snapshot. Prints the hot-load.
+    """Serve an earlier identity again.
 
-    Example: cwtrain hotload rollback --deployment 2f3c... --identity step_000080
+    A new hot-load of the same snapshot is asked for, and printed.
     """
     with ctx.client() as client, _progress(ctx) as on_progress:
         done = ctx.loader(client, deployment_id).rollback(identity, wait=wait, timeout=timeout, on_progress=on_progress)
     _print(ctx, done)
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload verify --deployment 2f3c... --identity step_000100")
 @deployment_option()
 @click.option("--identity", type=TEXT, required=True, help="Identity of a snapshot in the deployment's bucket.")
 @pass_context
 def verify(ctx: Context, deployment_id: str, identity: str) -> None:
-    """Read a snapshot in the bucket back and check it against its manifest. Prints what was checked.
+    """Read a snapshot in the bucket back and check it.
 
-    Example: cwtrain hotload verify --deployment 2f3c... --identity step_000100
+    Its objects are compared with its manifest, byte by byte, and what was checked is printed.
     """
     from cwtrain.errors import SnapshotError
     from cwtrain.hotload.verify import verify_snapshot
@@ -264,15 +253,14 @@ def verify(ctx: Context, deployment_id: str, identity: str) -> None:
     ctx.out.data(_plain(attrs.asdict(checked)), ids=[identity])
 
 
-@hotload.command(cls=Command)
+@hotload.command(cls=Command, example="cwtrain hotload check --deployment 2f3c...")
 @deployment_option()
 @pass_context
 def check(ctx: Context, deployment_id: str) -> None:
-    """Check that a trainer with this environment can hot-load the deployment; nothing is left in the bucket.
+    """Check that this environment can hot-load a deployment.
 
-    ``python -m cwtrain.integrations.preflight`` does the same with the environment of the trainers' hooks.
-
-    Example: cwtrain hotload check --deployment 2f3c...
+    Every permission on the bucket is tried, and nothing is left there. The trainers' hooks read their deployment from
+    the environment: python -m cwtrain.integrations.preflight checks that.
     """
     from cwtrain.hotload.check import check_hot_load
 
@@ -334,7 +322,7 @@ def _bytes_read(ctx: Context) -> Callable[[int], None]:
         nonlocal total, told
         with lock:
             total += count
-            if time.monotonic() - told >= _HEARTBEAT:
+            if time.monotonic() - told >= HEARTBEAT:
                 told = time.monotonic()
                 ctx.out.say(f"read {total:,} bytes in {told - began:.0f} s")
 

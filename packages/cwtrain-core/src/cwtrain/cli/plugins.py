@@ -7,24 +7,22 @@ from typing import Any
 import click
 
 from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._group import LazyGroup
 
 __all__ = ["plugin_rows", "plugins"]
 
 _COLUMNS = ("name", "state", "distribution", "version", "provides", "problems")
 
 
-@click.group(no_args_is_help=True)
+@click.group(cls=LazyGroup, no_args_is_help=False)
 def plugins() -> None:
     """Look at installed plugins."""
 
 
-@plugins.command("list", cls=Command)
+@plugins.command("list", cls=Command, example="cwtrain --output table plugins list")
 @pass_context
 def list_(ctx: Context) -> None:
-    """Print the installed plugins: loaded, broken or disabled, with what they bring.
-
-    Example: cwtrain --output table plugins list
-    """
+    """Print the installed plugins: loaded, broken or disabled, with what they bring."""
     rows = plugin_rows()
     ctx.out.data(rows, ids=[row["name"] for row in rows], columns=_COLUMNS)
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, assert_never
 
-import attrs
 import pluggy
 
 from cwtrain.config import PluginConfig
@@ -46,6 +45,15 @@ from cwtrain.models.sync import (
     WeightSyncResult,
 )
 from cwtrain.plugins import specs
+from cwtrain.plugins._records import (
+    BrokenPlugin,
+    LoadedPlugin,
+    broken_at,
+    broken_entry,
+    distribution_of,
+    module_of,
+    one_line,
+)
 
 if TYPE_CHECKING:
     import click
@@ -54,34 +62,6 @@ __all__ = ["BrokenPlugin", "LoadedPlugin", "Plugins", "get_plugins"]
 
 logger = logging.getLogger("cwtrain.plugins")
 _T = TypeVar("_T")
-
-
-@attrs.frozen(kw_only=True)
-class LoadedPlugin:
-    """A plugin that takes part: its name, where it comes from and the hooks it implements."""
-
-    name: str
-    module: str
-    distribution: str | None = None
-    version: str | None = None
-    hooks: tuple[str, ...] = ()
-
-    @property
-    def origin(self) -> str:
-        """The distribution with its version, or the module where no distribution is known."""
-        return f"{self.distribution} {self.version}" if self.distribution else self.module
-
-
-@attrs.frozen(kw_only=True)
-class BrokenPlugin:
-    """A plugin that failed ``where`` (``load`` or a hook's name), and with what ``error``."""
-
-    name: str
-    module: str
-    where: str
-    error: str
-    distribution: str | None = None
-    version: str | None = None
 
 
 class Plugins:
@@ -122,24 +102,24 @@ class Plugins:
         off = {_folded(name) for name in plugins._config.disabled}
         seen: dict[str, importlib.metadata.EntryPoint] = {}
         disabled = set()
-        for entry in sorted(entry_points, key=lambda entry: (entry.name, _distribution(entry)[0] or "")):
+        for entry in sorted(entry_points, key=lambda entry: (entry.name, distribution_of(entry)[0] or "")):
             if _folded(entry.name) in off:
                 disabled.add(entry.name)
                 continue
             if (first := seen.setdefault(entry.name, entry)) is not entry:
                 if first.value != entry.value:  # the same one twice on the path is no conflict
-                    plugins._record_broken(_broken_entry(entry, _conflict("plugin", entry.name, first, entry)))
+                    plugins._record_broken(broken_entry(entry, _conflict("plugin", entry.name, first, entry)))
                 continue
             plugins._load_entry(entry)
         plugins._disabled = tuple(sorted(disabled))
         return plugins
 
     def _load_entry(self, entry: importlib.metadata.EntryPoint) -> None:
-        distribution, version = _distribution(entry)
+        distribution, version = distribution_of(entry)
         try:
             self.register(entry.load(), name=entry.name, distribution=distribution, version=version)
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - whatever a foreign module does at import stays its own
-            self._record_broken(_broken_entry(entry, exc), exc)
+            self._record_broken(broken_entry(entry, exc), exc)
 
     def register(
         self, plugin: object, *, name: str | None = None, distribution: str | None = None, version: str | None = None
@@ -152,7 +132,7 @@ class Plugins:
         name = name or self._manager.get_canonical_name(plugin)
         if (other := self._loaded.get(name)) is not None:
             raise PluginConflictError(
-                f"two plugins are named {name!r}: {other.origin} and {distribution or _module_of(plugin)}",
+                f"two plugins are named {name!r}: {other.origin} and {distribution or module_of(plugin)}",
                 hint=f"uninstall one of them, or leave one out with {_DISABLE}",
             )
         # Validated on a manager of its own, which is also what calls it apart from the others.
@@ -162,12 +142,12 @@ class Plugins:
             _refuse_unknown_hooks(alone, name)
             self._manager.register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as exc:
-            raise PluginLoadError(f"plugin {name!r} cannot be used: {_one_line(exc)}") from exc
+            raise PluginLoadError(f"plugin {name!r} cannot be used: {one_line(exc)}") from exc
         self._alone[name] = alone
         self._order.clear()
         self._loaded[name] = LoadedPlugin(
             name=name,
-            module=_module_of(plugin),
+            module=module_of(plugin),
             distribution=distribution,
             version=version,
             hooks=tuple(sorted(hook.name for hook in alone.get_hookcallers(plugin) or ())),
@@ -191,14 +171,14 @@ class Plugins:
     def _record_broken(self, broken: BrokenPlugin, cause: BaseException | None = None) -> None:
         if self._config.strict:
             raise PluginLoadError(
-                f"plugin {broken.name!r} ({_origin(broken)}) is broken at {broken.where}: {broken.error}",
+                f"plugin {broken.name!r} ({broken.origin}) is broken at {broken.where}: {broken.error}",
                 hint=f"fix or uninstall it, leave it out with {_DISABLE}, or unset CWTRAIN_STRICT_PLUGINS",
             ) from cause
         if (key := (broken.name, broken.where)) not in self._broken:
             logger.warning(
                 "plugin %r (%s) is left out at %s: %s; see: cwtrain plugins list",
                 broken.name,
-                _origin(broken),
+                broken.origin,
                 broken.where,
                 broken.error,
             )
@@ -265,16 +245,14 @@ class Plugins:
                 continue
             for name, command in own.commands.items():
                 if name in reserved:
-                    self._record_broken(
-                        _broken_hook(plugin, "cwtrain_register_commands", f"{name!r} is core's command")
-                    )
+                    self._record_broken(broken_at(plugin, "cwtrain_register_commands", f"{name!r} is core's command"))
                 elif name in owners:
                     conflict = PluginConflictError(
                         f"two plugins offer the command {name!r}: {owners[name].origin} and {plugin.origin}",
                         hint=f"uninstall one of them, or leave one out with {_DISABLE}",
                     )
                     group.add_command(_conflicting_command(name, conflict), name)
-                    self._record_broken(_broken_hook(plugin, f"command {name}", str(conflict)))
+                    self._record_broken(broken_at(plugin, f"command {name}", str(conflict)))
                 else:
                     owners[name] = plugin
                     group.add_command(command, name)
@@ -290,14 +268,14 @@ class Plugins:
                     found += [(plugin, item) for item in items]
                 else:
                     problem = f"returned {type(answer).__name__}, expected {kind.__name__} or an iterable of them"
-                    self._record_broken(_broken_hook(plugin, hook, problem))
+                    self._record_broken(broken_at(plugin, hook, problem))
         return found
 
     def _isolated(self, name: str, hook: str, call: Callable[..., Any], **kwargs: object) -> list[Any] | None:
         try:
             answers: list[Any] = call(**kwargs)
         except Exception as exc:  # noqa: BLE001 - one plugin's mistake must not take the others along
-            self._record_broken(_broken_hook(self._loaded[name], hook, f"{type(exc).__name__}: {_one_line(exc)}"), exc)
+            self._record_broken(broken_at(self._loaded[name], hook, f"{type(exc).__name__}: {one_line(exc)}"), exc)
             return None
         return answers
 
@@ -391,7 +369,7 @@ class Plugins:
                 self._loaded[name].origin,
                 hook,
                 type(exc).__name__,
-                _one_line(exc),
+                one_line(exc),
             )
             logger.debug("traceback of plugin %r in %s", name, hook, exc_info=exc)
 
@@ -457,51 +435,12 @@ def _conflicting_command(name: str, conflict: PluginConflictError) -> click.Comm
 
 
 def _conflict(what: str, name: str, *entries: importlib.metadata.EntryPoint) -> PluginConflictError:
-    origins = " and ".join(_distribution(entry)[0] or entry.value for entry in entries)
+    origins = " and ".join(distribution_of(entry)[0] or entry.value for entry in entries)
     return PluginConflictError(f"two distributions bring a {what} named {name!r}: {origins}")
-
-
-def _broken_entry(entry: importlib.metadata.EntryPoint, exc: BaseException) -> BrokenPlugin:
-    distribution, version = _distribution(entry)
-    error = f"{type(exc).__name__}: {_one_line(exc)}"
-    if hint := getattr(exc, "hint", None):
-        error += f" ({hint})"
-    return BrokenPlugin(
-        name=entry.name, module=entry.value, where="load", error=error, distribution=distribution, version=version
-    )
-
-
-def _broken_hook(plugin: LoadedPlugin, where: str, error: str) -> BrokenPlugin:
-    return BrokenPlugin(
-        name=plugin.name,
-        module=plugin.module,
-        where=where,
-        error=error,
-        distribution=plugin.distribution,
-        version=plugin.version,
-    )
-
-
-def _origin(broken: BrokenPlugin) -> str:
-    return f"{broken.distribution} {broken.version}" if broken.distribution else broken.module
-
-
-def _distribution(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str | None]:
-    return (entry.dist.name, entry.dist.version) if entry.dist is not None else (None, None)
-
-
-def _module_of(plugin: object) -> str:
-    name = getattr(plugin, "__name__", None) or type(plugin).__qualname__
-    home = getattr(plugin, "__module__", None)
-    return f"{home}.{name}" if isinstance(home, str) else str(name)
 
 
 def _folded(name: str) -> str:
     return name.strip().lower().replace("-", "_")
-
-
-def _one_line(exc: BaseException) -> str:
-    return " ".join(str(exc).split())
 
 
 def _codes(traceback: TracebackType | None) -> Iterable[object]:
