@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from cwtrain.errors import SnapshotError, StorageConflictError
+from cwtrain.errors import SnapshotError, StorageConflictError, StorageError
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots import index as snapshots_index
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
@@ -20,6 +20,7 @@ from cwtrain.storage import (
     s3_client,
     upload_objects,
 )
+from cwtrain.storage.claim import refuses_condition
 
 __all__ = ["files_for_upload", "store_for", "upload_snapshot", "upload_with_manifest"]
 
@@ -105,6 +106,11 @@ def put_manifest(store: ObjectStore, location: Location, identity: str, body: by
     except StorageConflictError:
         # Written by an earlier attempt whose objects this upload just found equal, so it says the same.
         pass
+    except StorageError as error:
+        if not refuses_condition(error):
+            raise
+        if store.head(key) is None:
+            store.put(key, body)
     return key
 
 
