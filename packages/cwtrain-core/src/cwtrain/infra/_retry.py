@@ -71,8 +71,12 @@ class RetryPolicy:
         The error that is raised says how often and how long it was tried, and why no longer.
         """
         run = _Run(self)
+
+        def one_try() -> T:  # of our own module, by which stamina's lines about it are known
+            return attempt()
+
         try:
-            return stamina.retry(on=run.pause_after, attempts=None, timeout=None)(attempt)()
+            return stamina.retry(on=run.pause_after, attempts=None, timeout=None)(one_try)()
         except CWTrainError as error:
             run.explain(error)
             raise
