@@ -22,8 +22,9 @@ def parse_json(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         if what := describe_content(raw):
             raise ValueError(what) from None
-        cut = " (cut off?)" if error.pos >= len(text.rstrip()) else ""
-        raise ValueError(f"is not JSON{cut}: {error.msg} at byte {len(text[: error.pos].encode())}") from None
+        cut = " (cut off?)" if "Unterminated" in error.msg or error.pos >= len(text.rstrip()) else ""
+        what = error.msg.removesuffix(" starting at").lower()
+        raise ValueError(f"is not JSON{cut}: {what} at byte {len(text[: error.pos].encode())}") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import IO, TypeVar
 
@@ -117,19 +117,25 @@ def run_parallel(
         if stop.is_set():
             raise StoppedError
 
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="cwtrain-write") as pool:
-        futures = [pool.submit(work, item, check) for item in items]
+    def guarded(item: _Item) -> _Result:
+        check()
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-            if failed is not None:
-                failed.result()
-            return [future.result() for future in futures]
+            return work(item, check)
         except BaseException:
             stop.set()
-            for future in futures:
-                future.cancel()
             raise
+
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="cwtrain-write") as pool:
+        futures = [pool.submit(guarded, item) for item in items]
+        try:
+            wait(futures)
+        except BaseException:  # an interrupt
+            stop.set()
+            raise
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, StoppedError)), errors[0])
+    return [future.result() for future in futures]
 
 
 class Spill:

@@ -54,7 +54,7 @@ def verify_delta(shards: Shards, checksums: Mapping[str, str], *, base: str | os
     if root is not None:
         _check_known(shards.directory, blobs, root)
     wrong: dict[str, str] = {}
-    mismatches = 0
+    damaged = False
     for name, blob in blobs.items():
         value = 1
         try:
@@ -62,13 +62,13 @@ def verify_delta(shards: Shards, checksums: Mapping[str, str], *, base: str | os
                 value = zlib.adler32(piece, value)
         except _codec.FrameError as error:
             wrong[name] = f"its frame {error}"
+            damaged = True
             continue
         if root is not None and f"{value:08x}" != checksums[name]:
-            mismatches += 1
             wrong[name] = f"on this base it has the Adler-32 {value:08x}, recorded is {checksums[name]}"
     hint = "the delta is damaged; write it again"
-    if root is not None and mismatches == len(blobs):
-        hint = f"{root.path} is not the base that the delta was made from, or is another version of it"
+    if root is not None and not damaged:
+        hint = f"{root.path} is not the base that the delta was made from, or the delta is damaged"
     _raise_wrong(shards.directory, wrong, hint=hint)
 
 
