@@ -27,14 +27,12 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm():
             code = root.main(words, prog_name="cwtrain", standalone_mode=False, obj=given)
-            sys.stdout.flush()
+            _flush()
     except (KeyboardInterrupt, click.Abort):
         return _interrupted(given, INTERRUPTED, "interrupted")
     except Terminated:
         return _interrupted(given, TERMINATED, "terminated")
-    except BrokenPipeError:
-        # Whoever read standard output has gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read standard output has gone, and needs no message
         return FAILED
     except Exception as exc:  # noqa: BLE001 - the one broad except of the command line
         told = report(exc, verbose=given.verbose)
@@ -42,6 +40,17 @@ def main(args: Sequence[str] | None = None) -> int:
         return told.exit_code
     # A command that calls `ctx.exit(3)` has its code returned here; any other return value is no code.
     return code if isinstance(code, int) and not isinstance(code, bool) else DONE
+
+
+def _flush() -> None:
+    """Write what is left for standard output; where that fails, keep Python from trying and complaining at exit."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _interrupted(given: GlobalOptions, code: int, word: str) -> int:

@@ -114,9 +114,8 @@ def _table(value: Any, columns: Sequence[str]) -> str:
         table.add_row(*map(Text, row))
     terminal = sys.stdout.isatty()
     # Away from a terminal nothing is folded, so that a line stays a row.
-    width = None if terminal else max(80, *(sum(map(len, row)) + 3 * len(row) for row in [names, *cells]))
-    if terminal:
-        width = Console().width
+    columns_wide = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    width = Console().width if terminal else max(80, sum(columns_wide) + 3 * len(columns_wide))
     text = io.StringIO()
     Console(file=text, width=width, force_terminal=terminal and not os.environ.get("NO_COLOR")).print(table)
     return text.getvalue()

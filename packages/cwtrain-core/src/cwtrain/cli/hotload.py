@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +60,7 @@ def inspect(ctx: Context, directory: str, previous_identity: str | None, verify:
 
     if base is not None and not verify:
         raise click.UsageError("--base is only read with --verify", click.get_current_context())
+    _require_predecessor(directory, previous_identity)
     snapshot = inspect_snapshot(
         directory,
         previous_identity=previous_identity,
@@ -104,7 +107,7 @@ def publish(
 
     The same command run again after an interruption goes on where the first one stopped.
     """
-    _require_predecessor(checkpoint, deployment_id, previous_identity)
+    _require_predecessor(checkpoint, previous_identity, deployment_id=deployment_id)
     policy = _policy(reset_prompt_cache)
     with ctx.client() as client:
         loader = ctx.loader(client, deployment_id)
@@ -277,17 +280,24 @@ def _policy(reset: bool) -> PromptCachePolicy:
     return PromptCachePolicy.RESET_ALL if reset else PromptCachePolicy.UNSPECIFIED
 
 
-def _require_predecessor(checkpoint: str, deployment_id: str, previous_identity: str | None) -> None:
-    """Refuse, before anything is asked of the service, a delta of which it is not known what it applies to."""
-    from cwtrain.models.snapshot import SnapshotKind
-    from cwtrain.snapshots import inspect_snapshot
+def _require_predecessor(directory: str, previous_identity: str | None, *, deployment_id: str = "ID") -> None:
+    """Refuse a delta of which it is neither given nor derivable what it applies to; anything else is for inspection."""
+    from cwtrain.models.snapshot import INDEX_NAME
+    from cwtrain.snapshots.identity import version_number
 
-    snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
-    if snapshot.kind is SnapshotKind.DELTA and snapshot.previous_identity is None:
+    if previous_identity is not None:
+        return
+    try:
+        with open(os.path.join(directory, INDEX_NAME), encoding="utf-8") as file:
+            metadata = json.load(file)["metadata"]
+        base = metadata["base_version"] if metadata["delta_encoding"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if isinstance(base, str) and version_number(base) is None:
         raise click.UsageError(
-            f"{checkpoint} is a delta, and its base_version {snapshot.base_version!r} does not say which identity it "
-            "applies to: give --previous-identity, the identity of the snapshot that it was made on "
-            f"(cwtrain hotload list --deployment {deployment_id} shows what the deployment has)",
+            f"{directory} is a delta, and its base_version {base!r} is no number that says what it applies to: give "
+            "--previous-identity, the identity of the snapshot that it was made on "
+            f"(cwtrain hotload list --deployment {deployment_id} shows what a deployment has)",
             click.get_current_context(),
         )
 
