@@ -22,9 +22,10 @@ pytestmark = pytest.mark.skipif(
 )
 def test_field_case(tmp_path, case, target):
     keep = [] if case == "st_files" else ["--keep", str(tmp_path)]
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, str(CASES / case / "check.py"), "--target", f"helpers.field_targets:{target}", *keep],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -285,10 +285,8 @@ def _snapshot(found: Inspection, *, verified: str) -> LocalSnapshot:
         files.append(_plain_file(found.place(INDEX_NAME), found.listing[INDEX_NAME]))
     duplicates = set().union(*shards.duplicates.values())
     for shard, names in sorted(shards.duplicates.items()):
-        found.warnings.append(
-            f"{shard}: {len(names)} tensors are in another shard too, with equal bytes; one copy is kept "
-            f"({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
-        )
+        shown = ", ".join(map(repr, sorted(names)[:3])) + (", ..." if len(names) > 3 else "")
+        found.warnings.append(f"{shard}: goes up without {shown}, in another shard too with equal bytes")
     tensors = [tensor.size_bytes for _, _, tensor in shards.tensors()]
     return LocalSnapshot(
         path=found.path,
