@@ -83,8 +83,8 @@ def _response(answer: Answer, call: Call) -> httpx.Response:
         headers = [(k, v) for k, v in answer.headers.multi_items() if k not in ("content-length", "content-encoding")]
         return httpx.Response(answer.status_code, content=answer.content, headers=headers)
     status, data = answer if isinstance(answer, tuple) else (200, answer)
-    if isinstance(data, str):
-        return httpx.Response(status, text=data)
+    if isinstance(data, str) or data is None:
+        return httpx.Response(status, text="null" if data is None else data)
     return httpx.Response(status, json=data)
 
 

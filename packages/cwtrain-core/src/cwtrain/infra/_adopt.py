@@ -170,6 +170,8 @@ def _same_item(want: Any, have: Any, key: str) -> bool:
         return not differences(want, have)
     if _is_zero(want):
         return _is_zero(have)
+    if isinstance(want, bool) or isinstance(have, bool):
+        return want is have
     if want == have:
         return True
     if key in _ENUM_KEYS and have is not None:
@@ -177,7 +179,7 @@ def _same_item(want: Any, have: Any, key: str) -> bool:
             return True  # numbers of enums are not documented; the equal id is evidence enough
         a, b = str(want).upper(), str(have).upper()
         return a == b or a.endswith(f"_{b}") or b.endswith(f"_{a}")
-    if isinstance(want, bool) or isinstance(have, bool) or not isinstance(want, (int, float)):
+    if not isinstance(want, (int, float)):
         return False
     try:
         return float(want) == float(have)

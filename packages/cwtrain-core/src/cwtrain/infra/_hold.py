@@ -6,7 +6,6 @@ import logging
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import Any
 from cwtrain.errors import APIError, CWTrainError, LifecycleError, NotFoundError, TransportError, UnexpectedAnswerError
 from cwtrain.infra import _adopt
 from cwtrain.infra._poll import poll
+from cwtrain.infra._requests import with_id
 from cwtrain.infra._retry import is_retryable
 from cwtrain.infra.client import InferenceClient
 from cwtrain.models.service import Deployment
@@ -41,8 +41,7 @@ def held(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Deployment]:
     """Create a deployment, yield what ``wait(id)`` returns, and ``delete(id)`` on every way out."""
-    asked = {**spec, "id": spec.get("id") or str(uuid.uuid4())}
-    tenure = _Tenure(client, asked, delete, clock, sleep)
+    tenure = _Tenure(client, with_id(spec), delete, clock, sleep)
     with Sigterm() as sigterm:
         try:
             created = tenure.create()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote as percent_encoded
@@ -25,10 +26,12 @@ def segment(value: str, what: str) -> str:
     return percent_encoded(value, safe="")
 
 
-def with_id(spec: Mapping[str, Any], resource_id: str) -> dict[str, Any]:
-    """Return a copy of ``spec`` with its id. Raises ``ConfigError`` when it has another one."""
+def with_id(spec: Mapping[str, Any], resource_id: str | None = None) -> dict[str, Any]:
+    """Return a copy of ``spec`` with this id, its own, or a new one. Raises ``ConfigError`` when it has another one."""
     if not isinstance(spec, Mapping):
         raise ConfigError(f"a spec must be an object, not {type(spec).__name__}")
+    if resource_id is None:
+        resource_id = spec.get("id") or str(uuid.uuid4())
     segment(resource_id, "id")
     if spec.get("id") not in (None, "", resource_id):
         raise ConfigError(f"the spec has the id {spec['id']!r}, and the call is about {resource_id!r}")

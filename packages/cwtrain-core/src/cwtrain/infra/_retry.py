@@ -51,6 +51,11 @@ def _is_untrusted(error: BaseException) -> bool:
     return False
 
 
+def _jitter(low: float, high: float) -> float:
+    """Return a random number between the two; a function, so that a pickled policy carries no random state."""
+    return random.uniform(low, high)  # noqa: S311 - spreads tries, hides nothing
+
+
 @attrs.frozen(kw_only=True)
 class RetryPolicy:
     """Exponential pauses with jitter within a budget of ``seconds``; 0 means one try.
@@ -63,7 +68,7 @@ class RetryPolicy:
     longest_pause: float = 8.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] | None = None
-    uniform: Callable[[float, float], float] = random.uniform
+    uniform: Callable[[float, float], float] = _jitter
 
     def call(self, attempt: Callable[[], T]) -> T:
         """Return what ``attempt()`` returns, tried until it succeeds, fails for good, or the budget is spent.

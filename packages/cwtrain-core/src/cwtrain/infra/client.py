@@ -358,7 +358,7 @@ class InferenceClient:
         get: Callable[[str], Any],
         others: Callable[[], Any],
     ) -> T:
-        body = with_id(spec, spec.get("id") or str(uuid.uuid4()))
+        body = with_id(spec)
         try:
             made = self._one(model, "POST", path, key, body=body)
         except AlreadyExistsError as refusal:
