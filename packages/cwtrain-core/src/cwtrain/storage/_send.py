@@ -14,6 +14,7 @@ from cwtrain.errors import (
     StorageConflictError,
     StorageError,
     StorageNotFoundError,
+    TransportError,
 )
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._crew import Crew, run_all
@@ -208,12 +209,27 @@ class Sender:
                 if self._equal(transfer):
                     return False
                 raise self._upload_gone(transfer, error) from error
-            except StorageError as error:
-                if not (if_absent and refuses_condition(error)):
+            except (StorageError, TransportError) as error:
+                if isinstance(error, StorageError) and if_absent and refuses_condition(error):
+                    self._drop_condition(error, multipart)
+                    last = error
+                elif self._done_after_all(transfer, error):
+                    return False
+                else:
                     raise
-                self._drop_condition(error, multipart)
-                last = error
         raise last
+
+    def _done_after_all(self, transfer: _Transfer, error: StorageError | TransportError) -> bool:
+        """Return whether a write whose answer never came, or was a failure of the store, was carried out.
+
+        Ceph answers 500 to a Complete that is repeated because the first answer was lost.
+        """
+        if isinstance(error, StorageError) and (error.status or 0) < 500:
+            return False
+        try:
+            return self._equal(transfer)
+        except (StorageError, TransportError):
+            return False  # the first error says more
 
     def _drop_condition(self, error: StorageError, multipart: bool) -> None:
         what = "completing a multipart upload" if multipart else "a PUT"

@@ -122,7 +122,7 @@ def stand(
         del listed[""]  # a folder marker, as consoles make them
     reasons: dict[str, str] = {}
     there = [file for file in files if file.name in listed]
-    held = read_claim(store, location, identity) if listed and len(there) < len(files) else None
+    held = read_claim(store, location, identity) if len(there) < len(files) else None
     foreign = held is not None and not held.covers(claim)
     if held is not None and foreign:
         reasons[claim_name(location, identity)] = claimed_by(held)
