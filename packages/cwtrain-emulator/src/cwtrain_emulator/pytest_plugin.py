@@ -1,1 +1,120 @@
-"""Pytest fixtures of the emulator."""
+"""Pytest fixtures: a running emulator, a READY deployment on it, and its bucket.
+
+Nothing starts, and nothing heavy is imported, before a test asks for a fixture.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from cwtrain_emulator.emulator import Emulator
+
+__all__ = ["Bucket", "bucket", "deployment", "emulator"]
+
+_API = "/v1alpha1/inference"
+_READY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The emulator's bucket: its name, and a boto3 S3 client with the trainer's key (path style)."""
+
+    name: str
+    client: Any
+
+
+@pytest.fixture(scope="session")
+def emulator() -> Iterator[Emulator]:
+    """Give an emulator with two replicas per deployment; one for the whole session."""
+    from cwtrain_emulator.emulator import Emulator
+
+    with Emulator() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(emulator: Emulator) -> Bucket:
+    """Give the emulator's bucket with a client."""
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        s3={"addressing_style": "path"},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    client = boto3.client(
+        "s3",
+        endpoint_url=emulator.s3_endpoint,
+        aws_access_key_id=emulator.access_key_id,
+        aws_secret_access_key=emulator.secret_access_key,
+        region_name=emulator.region,
+        config=config,
+    )
+    return Bucket(emulator.bucket, client)
+
+
+@pytest.fixture
+def deployment(emulator: Emulator) -> Iterator[dict[str, Any]]:
+    """Give a READY deployment with hot-loads and a bucket prefix of its own; it is deleted afterwards.
+
+    The dict is the API's: ``deployment["spec"]["id"]``, ``["spec"]["hotLoad"]["pathPrefix"]`` and so on.
+    """
+    mark = uuid.uuid4().hex[:8]
+    gateway = {
+        "name": f"gateway-{mark}",
+        "zones": ["US-EAST-04A"],
+        "coreWeaveAuth": {},
+        "bodyBasedRouting": {"apiType": "API_TYPE_OPENAI"},
+    }
+    gateway_id = _call(emulator, "POST", "/gateways", gateway)["gateway"]["spec"]["id"]
+    spec = {
+        "name": f"deployment-{mark}",
+        "gatewayIds": [gateway_id],
+        "runtime": {"engine": "dynamo-vllm"},
+        "resources": {"instanceType": "gd-8xh100ib-i128", "gpuCount": 1},
+        "model": {"name": f"model-{mark}", "bucket": emulator.bucket, "path": f"test-{mark}/base"},
+        "autoscaling": {"min": 1, "max": 1, "concurrency": 4},
+        "traffic": {"weight": 100},
+        "hotLoad": {
+            "bucket": emulator.bucket,
+            "pathPrefix": f"test-{mark}",
+            "transitionMode": "TRANSITION_MODE_ASYNC",
+        },
+    }
+    deployment_id = _call(emulator, "POST", "/deployments", spec)["deployment"]["spec"]["id"]
+    yield _wait_ready(emulator, deployment_id)
+    _call(emulator, "DELETE", f"/deployments/{deployment_id}")
+    # The gateway goes when the deployment has gone, which takes a moment; nothing here needs to wait for that.
+
+
+def _wait_ready(emulator: Emulator, deployment_id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + _READY_SECONDS
+    while True:
+        found: dict[str, Any] = _call(emulator, "GET", f"/deployments/{deployment_id}")["deployment"]
+        if found["status"]["status"] == "STATUS_READY":
+            return found
+        if time.monotonic() > deadline:
+            pytest.fail(f"the emulator's deployment is not READY after {_READY_SECONDS:g} s: {found['status']}")
+        time.sleep(0.02)
+
+
+def _call(emulator: Emulator, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    request = urllib.request.Request(  # noqa: S310
+        f"{emulator.base_url}{_API}{path}",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {emulator.admin_token}", "Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=30) as answer:
+        return json.loads(answer.read())

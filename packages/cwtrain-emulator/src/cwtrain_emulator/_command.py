@@ -1,0 +1,101 @@
+"""The command line of the emulator, for `cwtrain emulator ...` and for `python -m cwtrain_emulator ...`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+__all__ = ["emulator_group"]
+
+
+@click.group("emulator", help="Run Dedicated Inference on this machine.")
+def emulator_group() -> None:
+    """Hold the emulator's commands."""
+
+
+@emulator_group.command("serve")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port of the API; 0: any.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--env", "as_shell", is_flag=True, help="Print shell exports instead of JSON.")
+@click.option("--replicas", type=click.IntRange(1, 64), default=2, show_default=True, help="Replicas per deployment.")
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where everything is kept; without it a temporary directory, deleted at the end.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of requests that have none.")
+@click.option("--bucket", default="cwtrain-weights", show_default=True, help="Name of the bucket.")
+@click.option("--region", default="US-EAST-04A", show_default=True, help="Region of the object store.")
+@click.option("--s3-endpoint", metavar="URL", help="Use this store (keys from AWS_*) instead of starting one.")
+@click.option("--report-identity", is_flag=True, help="Answers name the identity that made them.")
+@click.option("--no-hot-load", is_flag=True, help="Hot-loads are not enabled for the organization.")
+@click.option(
+    "--transition-seconds",
+    type=click.FloatRange(0, 3600),
+    default=0.05,
+    show_default=True,
+    help="How long resources stay CREATING, UPDATING or DELETING at least.",
+)
+@click.option("--discard-state", is_flag=True, hidden=True, help="Delete the state directory at the end.")
+@click.option("--watch-stdin", is_flag=True, hidden=True, help="Stop at the end of standard input.")
+@click.option("--verbose", is_flag=True, help="Log more on stderr.")
+def serve_command(
+    *,
+    port: int,
+    host: str,
+    as_shell: bool,
+    replicas: int,
+    state_dir: Path | None,
+    seed: int,
+    bucket: str,
+    region: str,
+    s3_endpoint: str | None,
+    report_identity: bool,
+    no_hot_load: bool,
+    transition_seconds: float,
+    discard_state: bool,
+    watch_stdin: bool,
+    verbose: bool,
+) -> None:
+    """Run the API, the bucket, the replicas and the endpoint until Ctrl-C.
+
+    Prints one JSON line with every URL, token and key, then logs to stderr.
+
+    Example: eval "$(cwtrain emulator serve --env)" does not return; use two terminals, or --state-dir and --port.
+    """
+    from cwtrain_emulator.s3.weed import WeedError
+    from cwtrain_emulator.serve import ServeError, serve
+    from cwtrain_emulator.settings import Settings
+
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    temporary = state_dir is None or discard_state
+    directory = Path(tempfile.mkdtemp(prefix="cwtrain-emulator-")) if state_dir is None else state_dir.absolute()
+    settings = Settings(
+        state_dir=directory,
+        host=host,
+        port=port,
+        replicas=replicas,
+        seed=seed,
+        bucket=bucket,
+        region=region,
+        s3_endpoint=s3_endpoint,
+        report_identity=report_identity,
+        hot_load_enabled=not no_hot_load,
+        transition_seconds=transition_seconds,
+        keep_state=not temporary,
+        environ=dict(os.environ),
+    )
+    try:
+        serve(settings, as_shell=as_shell, watch_stdin=watch_stdin)
+    except (ServeError, WeedError, ValueError) as exc:
+        raise click.ClickException(str(exc)) from exc
+    finally:
+        if temporary:
+            shutil.rmtree(directory, ignore_errors=True)

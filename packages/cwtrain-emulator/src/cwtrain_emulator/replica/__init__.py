@@ -1,0 +1,1 @@
+"""Replicas: one process each, which materialise snapshots on disk and serve their weights."""

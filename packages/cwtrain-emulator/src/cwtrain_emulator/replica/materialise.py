@@ -1,0 +1,356 @@
+"""From a chain in the bucket to a checkpoint on local disk, checked all the way.
+
+A *generation* is a directory ``gen-<number>`` with ``checkpoint/`` (the full snapshot's files with all deltas applied)
+and ``generation.json`` (identity, chain, SHA-256 of every tensor). It is built under a temporary name and renamed, so
+that what has its final name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from cwtrain_emulator.engine.safetensors import INDEX_NAME, FormatError, Header, TensorInfo, read_header
+from cwtrain_emulator.s3.client import ObjectInfo, S3Client, S3Error
+from cwtrain_emulator.snapshots import (
+    MAX_REPLAYED_DELTAS,
+    ChainEntry,
+    Index,
+    delta_problems,
+    listing_digest,
+    parse_index,
+)
+
+__all__ = ["Generation", "NoWeightsError", "SnapshotError", "Workshop", "apply_delta", "hash_tensors"]
+
+_CHUNK_BYTES = 1 << 20
+_MAX_SIDE_FILE_BYTES = 256 << 20
+_KEPT_GENERATIONS = 2
+
+
+class SnapshotError(Exception):
+    """A chain cannot be materialised; the message is the replica's errorReason."""
+
+
+class NoWeightsError(SnapshotError):
+    """There is no snapshot where the base weights would be."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole checkpoint on disk. `chain` has the pairs (identity, digest) that it was made from."""
+
+    directory: Path
+    identity: str
+    chain: tuple[tuple[str, str], ...]
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory with config, index and shards."""
+        return self.directory / "checkpoint"
+
+    @property
+    def number(self) -> int:
+        """Its place in the order of generations."""
+        return int(self.directory.name.removeprefix("gen-"))
+
+
+class Workshop:
+    """One replica's directory of generations. Used from one thread."""
+
+    def __init__(self, root: Path, client: S3Client) -> None:
+        self._root = root
+        self._client = client
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.glob("tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        # What an earlier process left is looked at, byte by byte, before it is used.
+        self._generations = [found for found in map(_read_generation, sorted(root.glob("gen-*"))) if found is not None]
+
+    def materialise(self, chain: Sequence[ChainEntry]) -> Generation:
+        """Return a generation of the chain's last identity, made from the longest part of the chain at hand.
+
+        Raises SnapshotError with the reason; then nothing has changed.
+        """
+        entries = [entry if entry.digest else self._with_digest(entry) for entry in chain]
+        wanted = tuple((entry.identity, entry.digest) for entry in entries)
+        base = self._longest_part(wanted)
+        if base is not None and base.chain == wanted:
+            return base
+        deltas = entries[len(base.chain) :] if base is not None else entries[1:]
+        if len(deltas) > MAX_REPLAYED_DELTAS:
+            raise SnapshotError(
+                f"{len(deltas)} deltas would have to be replayed from the bucket; the limit is {MAX_REPLAYED_DELTAS}"
+            )
+        work = self._root / f"tmp-{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        try:
+            return self._build(work, entries, wanted, base, deltas)
+        except FormatError as exc:
+            raise SnapshotError(str(exc)) from exc
+        except S3Error as exc:
+            raise SnapshotError(f"reading the bucket failed: {exc}") from exc
+        except OSError as exc:
+            raise SnapshotError(f"writing to local disk failed: {exc}") from exc
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def prune(self, served: Generation) -> None:
+        """Delete old generations, all but the served one and its neighbour in age."""
+        others = sorted((old for old in self._generations if old != served), key=lambda old: old.number)
+        for old in others[: -(_KEPT_GENERATIONS - 1)]:
+            self._generations.remove(old)
+            shutil.rmtree(old.directory, ignore_errors=True)
+
+    def _build(
+        self,
+        work: Path,
+        entries: Sequence[ChainEntry],
+        wanted: tuple[tuple[str, str], ...],
+        base: Generation | None,
+        deltas: Sequence[ChainEntry],
+    ) -> Generation:
+        checkpoint = work / "checkpoint"
+        checkpoint.mkdir(parents=True)
+        if base is None:
+            tensors = self._fetch_full(entries[0], checkpoint)
+        else:
+            _link_files(base.checkpoint, checkpoint)
+            tensors = dict(base.tensors)
+        previous = entries[-1 - len(deltas)].identity
+        for entry in deltas:
+            delta = work / "delta"
+            delta.mkdir()
+            index = self._fetch_delta(entry, delta)
+            problems = delta_problems(index, identity=entry.identity, previous=previous)
+            if problems:
+                raise SnapshotError(f"{entry.identity}: {'; '.join(problems)}")
+            tensors.update(apply_delta(checkpoint, delta, index))
+            shutil.rmtree(delta)
+            previous = entry.identity
+        described = {"identity": entries[-1].identity, "chain": wanted, "tensors": tensors}
+        (work / "generation.json").write_text(json.dumps(described))
+        number = 1 + max((old.number for old in self._generations), default=0)
+        directory = self._root / f"gen-{number:08d}"
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(work, directory)
+        made = Generation(directory, entries[-1].identity, wanted, tensors)
+        self._generations.append(made)
+        return made
+
+    def _longest_part(self, wanted: tuple[tuple[str, str], ...]) -> Generation | None:
+        parts = [old for old in self._generations if old.chain == wanted[: len(old.chain)]]
+        return max(parts, key=lambda old: (len(old.chain), old.number), default=None)
+
+    def _with_digest(self, entry: ChainEntry) -> ChainEntry:
+        listed = self._list(entry)
+        if INDEX_NAME not in listed:
+            raise NoWeightsError(f"s3://{entry.bucket}/{entry.prefix}{INDEX_NAME} does not exist")
+        digest = listing_digest((name, found.size_bytes, found.etag) for name, found in listed.items())
+        return ChainEntry(**{**entry.to_json(), "digest": digest})
+
+    def _list(self, entry: ChainEntry) -> dict[str, ObjectInfo]:
+        try:
+            found = self._client.list_objects(entry.bucket, entry.prefix)
+        except S3Error as exc:
+            raise SnapshotError(f"listing s3://{entry.bucket}/{entry.prefix} failed: {exc}") from exc
+        return {info.key.removeprefix(entry.prefix): info for info in found}
+
+    def _fetch_index(self, entry: ChainEntry, listed: dict[str, ObjectInfo]) -> tuple[bytes, Index]:
+        if INDEX_NAME not in listed:
+            raise SnapshotError(f"{entry.identity}: {INDEX_NAME} is gone from the bucket")
+        raw = self._client.get(entry.bucket, entry.prefix + INDEX_NAME, limit=64 << 20)
+        index = parse_index(raw)
+        missing = [name for name in index.files if name not in listed]
+        if missing:
+            raise SnapshotError(f"{entry.identity}: gone from the bucket: {', '.join(missing[:5])}")
+        return raw, index
+
+    def _fetch_full(self, entry: ChainEntry, directory: Path) -> dict[str, str]:
+        listed = self._list(entry)
+        raw, index = self._fetch_index(entry, listed)
+        if index.is_delta:
+            raise SnapshotError(f"{entry.identity}: is a delta, and the chain needs a full snapshot here")
+        (directory / INDEX_NAME).write_bytes(raw)
+        wanted = [*index.files, *(name for name in listed if _is_side_file(name))]
+        for name in wanted:
+            info = listed[name]
+            if _is_side_file(name) and info.size_bytes > _MAX_SIDE_FILE_BYTES:
+                continue
+            self._client.download(entry.bucket, info.key, directory / name, size_bytes=info.size_bytes)
+        return check_full(directory, index)
+
+    def _fetch_delta(self, entry: ChainEntry, directory: Path) -> Index:
+        listed = self._list(entry)
+        _, index = self._fetch_index(entry, listed)
+        for name in index.files:
+            info = listed[name]
+            self._client.download(entry.bucket, info.key, directory / name, size_bytes=info.size_bytes)
+        return index
+
+
+def check_full(directory: Path, index: Index) -> dict[str, str]:
+    """Check a full snapshot's files against its index, and each tensor against its Adler-32 where one is recorded.
+
+    Returns the SHA-256 of every tensor's bytes. Raises FormatError or SnapshotError.
+    """
+    headers = _checked_headers(directory, index)
+    recorded = index.metadata.get("checksum_format") == "adler32"
+    hashes: dict[str, str] = {}
+    for name, header in headers.items():
+        with open(directory / name, "rb") as file:
+            for tensor, info in header.tensors.items():
+                sha256, adler32 = _hash_range(file.fileno(), header.data_start + info.begin, info.size_bytes)
+                if recorded and header.metadata.get(tensor) != adler32:
+                    raise SnapshotError(
+                        f"{name}: tensor {tensor!r} has Adler-32 {adler32}, recorded is {header.metadata.get(tensor)!r}"
+                    )
+                hashes[tensor] = sha256
+    return hashes
+
+
+def apply_delta(checkpoint: Path, delta: Path, index: Index) -> dict[str, str]:
+    """Apply a delta's files to the checkpoint, shard by shard, and return the SHA-256 of every changed tensor.
+
+    A shard that changes is written beside the old one and renamed over it: other links to the old one keep the old
+    bytes. Raises SnapshotError or FormatError; the checkpoint is then of no more use.
+    """
+    base = parse_index((checkpoint / INDEX_NAME).read_bytes())
+    delta_headers = _checked_headers(delta, index)
+    changed: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for tensor, delta_file in index.weight_map.items():
+        if tensor not in base.weight_map:
+            raise SnapshotError(f"the delta changes {tensor!r}, which the chain's full snapshot does not have")
+        changed[base.weight_map[tensor]].append((tensor, delta_file))
+    hashes: dict[str, str] = {}
+    for shard, tensors in changed.items():
+        header = read_header(checkpoint / shard)
+        renewed = checkpoint / f"{shard}.new"
+        shutil.copyfile(checkpoint / shard, renewed)
+        with open(renewed, "r+b") as file:
+            for tensor, delta_file in tensors:
+                delta_header = delta_headers[delta_file]
+                frame = _frame(delta / delta_file, delta_header, tensor)
+                expected = delta_header.metadata.get(tensor)
+                info = header.tensors[tensor]
+                hashes[tensor] = _patch(file.fileno(), header.data_start, info, frame, tensor, expected)
+        os.replace(renewed, checkpoint / shard)
+    return hashes
+
+
+def hash_tensors(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of the bytes of every tensor of a checkpoint, read from disk now."""
+    index = parse_index((checkpoint / INDEX_NAME).read_bytes())
+    hashes: dict[str, str] = {}
+    for name in index.files:
+        header = read_header(checkpoint / name)
+        with open(checkpoint / name, "rb") as file:
+            for tensor, info in header.tensors.items():
+                hashes[tensor] = _hash_range(file.fileno(), header.data_start + info.begin, info.size_bytes)[0]
+    return hashes
+
+
+def _patch(descriptor: int, data_start: int, info: TensorInfo, frame: bytes, tensor: str, expected: str | None) -> str:
+    """Replace a tensor's bytes by the XOR with the frame's content; return the new bytes' SHA-256."""
+    difference = _decompress(frame, info.size_bytes, tensor)
+    offset = data_start + info.begin
+    old = os.pread(descriptor, info.size_bytes, offset)
+    if len(old) != info.size_bytes:
+        raise SnapshotError(f"tensor {tensor!r}: the shard on disk is cut")
+    new = np.bitwise_xor(np.frombuffer(old, np.uint8), np.frombuffer(difference, np.uint8)).tobytes()
+    adler32 = f"{zlib.adler32(new):08x}"
+    if expected != adler32:
+        raise SnapshotError(f"tensor {tensor!r} has Adler-32 {adler32} after the delta, expected {expected!r}")
+    written = 0
+    while written < len(new):
+        written += os.pwrite(descriptor, memoryview(new)[written:], offset + written)
+    return hashlib.sha256(new).hexdigest()
+
+
+def _decompress(frame: bytes, size: int, tensor: str) -> bytes:
+    """Return the content of one zstd frame, which must be exactly `size` bytes; never makes more than that."""
+    try:
+        declared = zstandard.get_frame_parameters(frame).content_size
+        if declared not in (zstandard.CONTENTSIZE_UNKNOWN, size):
+            raise SnapshotError(f"tensor {tensor!r}: the frame claims {declared} bytes, the tensor has {size}")
+        content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as exc:
+        raise SnapshotError(f"tensor {tensor!r}: not one zstd frame of {size} bytes ({exc})") from None
+    if len(content) != size:
+        raise SnapshotError(f"tensor {tensor!r}: the frame has {len(content)} bytes, the tensor has {size}")
+    return content
+
+
+def _frame(path: Path, header: Header, tensor: str) -> bytes:
+    info = header.tensors[tensor]
+    if info.dtype != "U8" or info.shape != (info.size_bytes,):
+        raise SnapshotError(f"{path.name}: {tensor!r} is {info.dtype} {list(info.shape)}, expected a U8 vector")
+    with open(path, "rb") as file:
+        file.seek(header.data_start + info.begin)
+        return file.read(info.size_bytes)
+
+
+def _checked_headers(directory: Path, index: Index) -> dict[str, Header]:
+    """Return the header of each file that the index names; each must have exactly the tensors that the index says."""
+    expected: dict[str, set[str]] = defaultdict(set)
+    for tensor, name in index.weight_map.items():
+        expected[name].add(tensor)
+    headers: dict[str, Header] = {}
+    for name, tensors in sorted(expected.items()):
+        header = read_header(directory / name)
+        differing = sorted(tensors ^ header.tensors.keys())
+        if differing:
+            raise SnapshotError(f"{name}: the index and the file do not agree about {', '.join(differing[:5])}")
+        headers[name] = header
+    return headers
+
+
+def _hash_range(descriptor: int, offset: int, size: int) -> tuple[str, str]:
+    sha256, adler32 = hashlib.sha256(), 1
+    end = offset + size
+    while offset < end:
+        chunk = os.pread(descriptor, min(_CHUNK_BYTES, end - offset), offset)
+        if not chunk:
+            raise SnapshotError("a shard on disk is cut")
+        sha256.update(chunk)
+        adler32 = zlib.adler32(chunk, adler32)
+        offset += len(chunk)
+    return sha256.hexdigest(), f"{adler32:08x}"
+
+
+def _link_files(source: Path, target: Path) -> None:
+    for entry in source.iterdir():
+        try:
+            os.link(entry, target / entry.name)
+        except OSError:
+            shutil.copyfile(entry, target / entry.name)
+
+
+def _is_side_file(name: str) -> bool:
+    """Return True for the files beside the weights: config, tokenizer and the like, directly in the snapshot."""
+    return name not in ("", ".", "..", INDEX_NAME) and "/" not in name and not name.endswith(".safetensors")
+
+
+def _read_generation(directory: Path) -> Generation | None:
+    """Return the generation in `directory` if its bytes are what it says; else remove it and return None."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, SnapshotError):
+        values: dict[str, Any] = json.loads((directory / "generation.json").read_text())
+        chain = tuple((str(identity), str(digest)) for identity, digest in values["chain"])
+        found = Generation(directory, str(values["identity"]), chain, dict(values["tensors"]))
+        if hash_tensors(found.checkpoint) == found.tensors:
+            return found
+    shutil.rmtree(directory, ignore_errors=True)
+    return None

@@ -1,0 +1,206 @@
+"""The process of one replica: ``python -m cwtrain_emulator.replica.process``, its settings as one JSON line on stdin.
+
+It connects to the service, loads what it is told to load, and answers requests. It ends when the connection or its
+standard input ends, so that it never outlives the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cwtrain_emulator import _guard
+from cwtrain_emulator.channel import read_frame, write_frame
+from cwtrain_emulator.replica.generate import Completion, RequestError, complete
+from cwtrain_emulator.replica.materialise import NoWeightsError, SnapshotError, Workshop, hash_tensors
+from cwtrain_emulator.replica.serving import Served, load
+from cwtrain_emulator.s3.client import S3Client, S3Config
+from cwtrain_emulator.snapshots import ChainEntry
+
+_log = logging.getLogger("cwtrain_emulator.replica")
+
+
+class Replica:
+    """State and behaviour of this process; everything but loading happens on the event loop."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._served: Served | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._workshop: Workshop | None = None
+        self._loads: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._requests: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Serve until the connection ends."""
+        settings = self._settings
+        reader, self._writer = await asyncio.open_connection("127.0.0.1", settings["port"])
+        self._send({"op": "hello", "name": settings["name"], "secret": settings["secret"], "pid": os.getpid()})
+        loading = asyncio.create_task(self._load_in_turn())
+        try:
+            while True:
+                head, _ = await read_frame(reader)
+                self._handle(head)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            loading.cancel()
+            for task in self._requests.values():
+                task.cancel()
+
+    def _handle(self, head: dict[str, Any]) -> None:
+        operation = head["op"]
+        if operation == "load":
+            self._loads.put_nowait(head)
+        elif operation == "cancel":
+            task = self._requests.get(head["rid"])
+            if task is not None:
+                task.cancel()
+        elif operation == "complete":
+            self._start(head["rid"], self._complete(head))
+        elif operation == "hashes":
+            self._start(head["rid"], self._hashes(head["rid"]))
+
+    def _start(self, rid: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._requests[rid] = task
+        task.add_done_callback(lambda _: self._requests.pop(rid, None))
+
+    # Weights
+
+    async def _load_in_turn(self) -> None:
+        while True:
+            order = await self._loads.get()
+            try:
+                await self._load(order)
+            except Exception as exc:  # noqa: BLE001 - becomes the errorReason
+                _log.exception("loading failed")
+                self._send_state(order, "ERROR", error=f"internal error: {type(exc).__name__}: {exc}")
+
+    async def _load(self, order: dict[str, Any]) -> None:
+        self._send_state(order, "UPDATING")
+        chain = [ChainEntry.from_json(entry) for entry in order["chain"]]
+        loop = asyncio.get_running_loop()
+        try:
+            served = await loop.run_in_executor(self._loader, self._prepare, chain)
+        except NoWeightsError:
+            self._send_state(order, "READY")
+            return
+        except SnapshotError as exc:
+            self._send_state(order, "ERROR", error=str(exc))
+            return
+        # Replicas swap at different moments, as they do in a fleet.
+        await asyncio.sleep(self._settings["swap_delay"])
+        self._served = served
+        self._send_state(order, "READY")
+        if self._workshop is not None:
+            await loop.run_in_executor(self._loader, self._workshop.prune, served.generation)
+
+    def _prepare(self, chain: list[ChainEntry]) -> Served:
+        """Materialise a chain and load it; in the loader's thread."""
+        if self._workshop is None:
+            client = S3Client(S3Config(**self._settings["s3"]))
+            self._workshop = Workshop(Path(self._settings["root"]), client)
+        generation = self._workshop.materialise(chain)
+        if self._served is not None and self._served.generation == generation:
+            return self._served
+        return load(generation)
+
+    def _send_state(self, order: dict[str, Any], state: str, *, error: str = "") -> None:
+        identity = self._served.identity if self._served is not None else ""
+        self._send({"op": "state", "load_id": order["load_id"], "state": state, "identity": identity, "error": error})
+
+    # Requests
+
+    def _now(self) -> Served:
+        if self._served is None:
+            raise RequestError(503, "no weights yet: the first hot-load has not been completed")
+        return self._served
+
+    async def _complete(self, head: dict[str, Any]) -> None:
+        rid = head["rid"]
+        emit = None
+        if head["request"]["stream"]:
+
+            def emit(fragments: list[dict[str, Any]]) -> None:
+                if fragments:
+                    self._send({"op": "part", "rid": rid}, _dump(fragments))
+
+        try:
+            done = await complete(
+                head["request"], current=self._now, seed=self._settings["seed"], mode=head["mode"], emit=emit
+            )
+        except RequestError as exc:
+            self._send({"op": "error", "rid": rid, "status": exc.status, "message": str(exc), "param": exc.param})
+        except Exception:  # noqa: BLE001 - logged, and answered as an error
+            _log.exception("a request failed")
+            self._send({"op": "error", "rid": rid, "status": 500, "message": "internal error", "param": None})
+        else:
+            self._send(_done(rid, done), _dump(done.choices))
+
+    async def _hashes(self, rid: int) -> None:
+        served = self._served
+        if served is None:
+            self._send({"op": "done", "rid": rid, "identity": "", "tensors": {}})
+            return
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(None, hash_tensors, served.generation.checkpoint)
+        except Exception as exc:  # noqa: BLE001 - becomes the answer
+            self._send({"op": "error", "rid": rid, "status": 500, "message": str(exc), "param": None})
+        else:
+            self._send({"op": "done", "rid": rid, "identity": served.identity, "tensors": found})
+
+    def _send(self, head: dict[str, Any], payload: bytes = b"") -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            write_frame(self._writer, head, payload)
+
+
+def _done(rid: int, done: Completion) -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "total_tokens": done.prompt_tokens + done.completion_tokens,
+    }
+    return {"op": "done", "rid": rid, "usage": usage, "record": done.record, "tokens": done.tokens}
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _end_with_stdin() -> None:
+    """End this process when the service's end of the pipe closes."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Read the settings and serve."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    # A Ctrl-C on the terminal goes to the whole group; the service decides when its replicas end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            return
+        line += chunk
+    settings = json.loads(line)
+    _guard.die_with_parent(settings["parent"])
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    asyncio.run(Replica(settings).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""The service process: puts the parts together, says where they are, and takes them down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from cwtrain_emulator.admin import admin_routes
+from cwtrain_emulator.api.app import make_app
+from cwtrain_emulator.api.controller import Controller
+from cwtrain_emulator.api.edge import Edge
+from cwtrain_emulator.api.service import Service, gateway_zones
+from cwtrain_emulator.gateway.app import Gateway, gateway_app, gateway_routes
+from cwtrain_emulator.gateway.routing import Router
+from cwtrain_emulator.keys import Keys
+from cwtrain_emulator.replica.pool import Pool
+from cwtrain_emulator.s3.client import S3Client, S3Config, credentials_from_env, is_loopback
+from cwtrain_emulator.s3.weed import WeedServer
+from cwtrain_emulator.settings import Settings
+from cwtrain_emulator.store import Store
+
+__all__ = ["ServeError", "description", "lock_state_dir", "serve"]
+
+_log = logging.getLogger("cwtrain_emulator.serve")
+
+_GRACE_SECONDS = 1.0
+
+
+class ServeError(RuntimeError):
+    """The emulator cannot start; the message says why."""
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals alone: several of them share this process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing; `serve` handles the signals."""
+        yield
+
+    def install_signal_handlers(self) -> None:
+        """Do nothing (older versions call this)."""
+
+
+class PortListeners:
+    """One server per port, on this event loop."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._gateway: Gateway | None = None
+        self._running: dict[str, tuple[_Server, asyncio.Task[None], int]] = {}
+
+    def attach(self, gateway: Gateway) -> None:
+        """Say what the gateways' ports serve."""
+        self._gateway = gateway
+
+    def open(self, gateway_id: str, preferred_port: int | None) -> int:
+        """Listen for a gateway, if that is not done already, and return the port."""
+        if gateway_id not in self._running:
+            assert self._gateway is not None
+            self.listen(gateway_id, gateway_app(self._gateway, gateway_id), bind(self._host, preferred_port))
+        return self._running[gateway_id][2]
+
+    def close(self, gateway_id: str) -> None:
+        """Listen for it no more."""
+        running = self._running.pop(gateway_id, None)
+        if running is not None:
+            running[0].should_exit = True
+
+    def listen(self, name: str, app: ASGIApp, sock: socket.socket) -> None:
+        """Serve `app` on a bound socket."""
+        config = uvicorn.Config(
+            Edge(app, loopback_only=is_loopback(self._host)),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        self._running[name] = (server, task, sock.getsockname()[1])
+
+    async def stop(self) -> None:
+        """End all servers, open connections included."""
+        running = list(self._running.values())
+        self._running.clear()
+        for server, _, _ in running:
+            server.should_exit = server.force_exit = True
+        await asyncio.gather(*(task for _, task, _ in running), return_exceptions=True)
+
+
+def bind(host: str, port: int | None) -> socket.socket:
+    """Return a listening socket: on `port`, if one is given and it is free, else on any."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in [port, 0] if port else [0]:
+        # The protocol is named because asyncio turns Nagle's algorithm off only where it is.
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        if os.name == "posix":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, candidate))
+            sock.listen(2048)
+        except OSError:
+            sock.close()
+            continue
+        return sock
+    raise ServeError(f"cannot listen on {host}")
+
+
+def lock_state_dir(state_dir: Path) -> IO[str] | None:
+    """Return a file that holds the state directory's lock until it is closed; raise ServeError when another has it.
+
+    None where the platform has no such locks. The kernel frees the lock when the process ends, however it ends.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    file = open(state_dir / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ServeError(f"another emulator runs on the state directory {state_dir}") from None
+    return file
+
+
+class _Emulator:
+    """All parts of one running service."""
+
+    def __init__(self, settings: Settings, listening: socket.socket) -> None:
+        self._settings = settings
+        self._listening = listening
+        self.keys = Keys.load_or_create(settings.state_dir)
+        self.store = Store(settings.state_dir / "state.sqlite3")
+        self._weed: WeedServer | None = None
+        self._listeners = PortListeners(settings.host)
+        self._loop_task: asyncio.Task[None] | None = None
+        self._pool: Pool | None = None
+        self.service: Service
+
+    async def start(self) -> None:
+        """Start the store, then everything that needs it."""
+        settings, keys = self._settings, self.keys
+        s3_endpoint, service_key, session_token = await self._start_store()
+        s3 = S3Config(s3_endpoint, *service_key, region=settings.region, session_token=session_token)
+        controller = Controller(
+            self.store,
+            replicas=settings.replicas,
+            zones_of=lambda deployment: gateway_zones(self.store, deployment),
+            clock=time.time,
+            root=settings.state_dir / "replicas",
+        )
+        pool = self._pool = Pool(
+            settings.state_dir / "replicas",
+            s3={
+                "endpoint": s3.endpoint,
+                "access_key": s3.access_key,
+                "secret_key": s3.secret_key,
+                "region": s3.region,
+                "session_token": s3.session_token,
+            },
+            seed=settings.seed,
+            swap_delay=settings.swap_delay_seconds,
+            on_hello=controller.restore,
+            on_change=controller.replica_changed,
+        )
+        await pool.start()
+        host, port = self._listening.getsockname()[:2]
+        self.service = Service(
+            settings=settings,
+            keys=keys,
+            store=self.store,
+            controller=controller,
+            pool=pool,
+            bucket_reader=S3Client(s3),
+            clock=time.time,
+            host=f"[{host}]" if ":" in host else host,
+            base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            s3_endpoint=s3_endpoint,
+        )
+        gateway = Gateway(self.service, Router(self.store, pool))
+        self._listeners.attach(gateway)
+        routes = [*gateway_routes(gateway, None), *admin_routes(self.service, gateway.log)]
+        controller.start(pool, self._listeners)
+        self._listeners.listen("", make_app(self.service, routes), self._listening)
+        self._loop_task = asyncio.create_task(controller.run())
+        self.store.set_meta("port", str(port))
+
+    async def stop(self) -> None:
+        """Take everything down."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+        # Replicas before listeners: what waits for a replica gets its answer, and the server can end.
+        if self._pool is not None:
+            await self._pool.stop()
+        await self._listeners.stop()
+        if self._weed is not None:
+            await self._weed.stop(grace=_GRACE_SECONDS if self._settings.keep_state else 0.0)
+        self.store.close()
+
+    async def _start_store(self) -> tuple[str, tuple[str, str], str]:
+        """Return the store's endpoint, and the service's key and session token for it."""
+        settings = self._settings
+        if settings.s3_endpoint is not None:
+            access, secret, token = credentials_from_env(settings.environ)
+            return settings.s3_endpoint.rstrip("/"), (access, secret), token
+        preferred = self.store.get_meta("s3_port")
+        self._weed = WeedServer(
+            settings.state_dir / "s3",
+            keys=self.keys,
+            bucket=settings.bucket,
+            region=settings.region,
+            preferred_port=int(preferred) if preferred else None,
+        )
+        await self._weed.start()
+        self.store.set_meta("s3_port", str(self._weed.port))
+        return self._weed.endpoint, self.keys.s3_service, ""
+
+
+def description(service: Service) -> dict[str, Any]:
+    """Return what `serve` prints: every URL, token and key, and the variables to export."""
+    settings, keys = service.settings, service.keys
+    if settings.s3_endpoint is None:
+        access, secret, token = *keys.s3_trainer, ""
+    else:
+        access, secret, token = credentials_from_env(settings.environ)
+    env = {
+        "COREWEAVE_API_URL": service.base_url,
+        "COREWEAVE_API_TOKEN": keys.admin_token,
+        "CW_S3_ENDPOINT": service.s3_endpoint,
+        "AWS_ACCESS_KEY_ID": access,
+        "AWS_SECRET_ACCESS_KEY": secret,
+        **({"AWS_SESSION_TOKEN": token} if token else {}),
+        "AWS_REGION": settings.region,
+    }
+    return {
+        "base_url": service.base_url,
+        "gateway_url": service.base_url,
+        "admin_token": keys.admin_token,
+        "viewer_token": keys.viewer_token,
+        "s3_endpoint": service.s3_endpoint,
+        "bucket": settings.bucket,
+        "region": settings.region,
+        "access_key_id": access,
+        "secret_access_key": secret,
+        "organization_id": keys.organization_id,
+        "state_dir": str(settings.state_dir),
+        "replicas": settings.replicas,
+        "pid": os.getpid(),
+        "env": env,
+    }
+
+
+def serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> None:
+    """Run the emulator until SIGINT, SIGTERM or, with `watch_stdin`, the end of standard input.
+
+    Prints one JSON line (`as_shell`: export lines) when everything answers. Raises ServeError or WeedError when it
+    cannot start.
+    """
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = lock_state_dir(settings.state_dir)
+    try:
+        asyncio.run(_serve(settings, as_shell=as_shell, watch_stdin=watch_stdin))
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+async def _serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> None:
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    if watch_stdin:
+        _stop_at_end_of_stdin(stop)
+    emulator = _Emulator(settings, _listening_socket(settings))
+    starting = asyncio.create_task(emulator.start())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            _announce(description(emulator.service), as_shell=as_shell)
+            await stopping
+        else:
+            starting.cancel()
+            await asyncio.wait([starting])
+    finally:
+        stopping.cancel()
+        await emulator.stop()
+
+
+def _listening_socket(settings: Settings) -> socket.socket:
+    """Return the API's socket: the port asked for, else the one of the last time, else any."""
+    if settings.port:
+        sock = bind(settings.host, settings.port)
+        if sock.getsockname()[1] != settings.port:
+            sock.close()
+            raise ServeError(f"port {settings.port} on {settings.host} is taken")
+        return sock
+    preferred = None
+    if (settings.state_dir / "state.sqlite3").exists():
+        store = Store(settings.state_dir / "state.sqlite3")
+        preferred = store.get_meta("port")
+        store.close()
+    return bind(settings.host, int(preferred) if preferred else None)
+
+
+def _announce(values: dict[str, Any], *, as_shell: bool) -> None:
+    if as_shell:
+        text = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values["env"].items())
+    else:
+        text = json.dumps(values) + "\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    print(f"cwtrain emulator at {values['base_url']}, bucket {values['bucket']}", file=sys.stderr)  # noqa: T201
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """A first SIGINT or SIGTERM asks to stop; a second one ends the process, and its children with it."""
+    loop = asyncio.get_running_loop()
+
+    def asked() -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, asked)
+        except NotImplementedError:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(asked))
+
+
+def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=watch, daemon=True).start()
