@@ -119,7 +119,7 @@ class TinyApi:
             if method == "GET":
                 return 200, {"items": list(store.values())}
             store[body["id"]] = {"spec": dict(body), "status": {"status": "STATUS_CREATING"}}
-            self.statuses.setdefault(body["id"], self.statuses.pop("next", ["CREATING", "READY"]))
+            self.statuses.setdefault(body["id"], self.statuses.pop("next", ["READY"]))
             return 200, {key: store[body["id"]]}
         if rest not in store:
             return 404, {"code": 5, "message": f"{key} {rest} not found"}
