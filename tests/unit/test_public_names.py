@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -37,12 +37,14 @@ CLIENT_METHODS = {
 
 # Positional parameters that the documentation shows with a default; every other default is keyword-only.
 POSITIONAL_DEFAULTS = {
-    "cwtrain.infra.s3_client": {"endpoint_url"},
-    "cwtrain.storage.s3_client": {"endpoint_url"},
-    "cwtrain.infra.token_from_env": {"environ"},
-    "cwtrain.infra.InferenceClient": {"token"},
-    "cwtrain.infra.InferenceClient.get_deployment_parameters": {"gateway_ids"},
-    "cwtrain.infra.InferenceClient.list_hot_loads": {"deployment_id"},
+    "cwtrain.config.api.token_from_env": {"environ"},
+    "cwtrain.hotload.delta.write_full_snapshot": {"checksums"},
+    "cwtrain.infra.client.InferenceClient": {"token"},
+    "cwtrain.infra.client.InferenceClient.get_deployment_parameters": {"gateway_ids"},
+    "cwtrain.infra.client.InferenceClient.list_hot_loads": {"deployment_id"},
+    "cwtrain.integrations.preflight.main": {"args"},
+    "cwtrain.storage.s3.s3_client": {"endpoint_url"},
+    "cwtrain_emulator.emulator.Emulator": {"state_dir"},
 }
 
 
@@ -172,29 +174,32 @@ def public_modules() -> Iterator[str]:
                 yield info.name
 
 
-def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield (dotted name, callable) for every public function, and for the methods of every public class."""
-    for module_name in public_modules():
+def public_callables(modules: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Return home -> callable for every public function, and for the methods of every public class."""
+    found: dict[str, Callable[..., Any]] = {}
+    for module_name in modules:
         module = importlib.import_module(module_name)
         for name in getattr(module, "__all__", []):
             try:
                 value = getattr(module, name)
             except (ImportError, AttributeError, CWTrainError):
                 continue
+            home = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
             if inspect.isfunction(value):
-                yield f"{module_name}.{name}", value
-            elif inspect.isclass(value) and value.__module__.startswith("cwtrain"):
+                found[home] = value
+            elif inspect.isclass(value) and home.startswith("cwtrain"):
                 if not issubclass(value, BaseException) and "__init__" in vars(value):
-                    yield f"{module_name}.{name}", value
+                    found[home] = value
                 for key, member in vars(value).items():
                     member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
                     if inspect.isfunction(member) and not key.startswith("_"):
-                        yield f"{module_name}.{name}.{key}", member
+                        found[f"{home}.{key}"] = member
+    return found
 
 
 def test_defaults_are_keyword_only() -> None:
     problems = []
-    for name, function in public_callables():
+    for name, function in public_callables(NAMES).items():
         allowed = POSITIONAL_DEFAULTS.get(name, {"environ"} if name.endswith(".from_env") else set())
         given = {item.name for item in positional(function) if item.default is not inspect.Parameter.empty}
         if given - allowed:
@@ -203,6 +208,6 @@ def test_defaults_are_keyword_only() -> None:
 
 
 def test_every_public_thing_has_a_docstring() -> None:
-    missing = [name for name, function in public_callables() if not inspect.getdoc(function)]
+    missing = [name for name, function in public_callables(public_modules()).items() if not inspect.getdoc(function)]
     missing += [name for name in public_modules() if not importlib.import_module(name).__doc__]
     assert not missing, "\n".join(missing)
