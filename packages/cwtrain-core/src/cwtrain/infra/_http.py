@@ -9,6 +9,7 @@ import platform
 import ssl
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -104,10 +105,12 @@ class Http:
                 hint="check HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or name the host in NO_PROXY",
             ) from exc
 
+        self._close = weakref.finalize(self, self._client.close)  # also for who never calls close()
+
     def close(self) -> None:
         """Close the connections; calls after that are refused."""
         self._closed = True
-        self._client.close()
+        self._close()
 
     def call(
         self,
