@@ -242,10 +242,13 @@ def run(*, before="", block="time.sleep(60)", on_delete="pass", send=signal.SIGT
         assert line == "ready\n", line + process.stderr.read()
         if send is not None:
             process.send_signal(send)
-        out, err = process.communicate(timeout=60)
+        out, err = process.stdout.read(), process.stderr.read()  # until it ends; it sleeps 60 s at most
+        process.wait(timeout=60)
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
+        process.stderr.close()
     return process.returncode, out.split(), err
 
 
