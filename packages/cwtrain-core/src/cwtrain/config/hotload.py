@@ -38,31 +38,34 @@ def _workers(value: object) -> int:
 class HotLoadConfig:
     """What every trainer adapter reads. Durations are in seconds."""
 
-    deployment_id: str = attrs.field(metadata=env(_PREFIX + "DEPLOYMENT_ID", help="UUID of the deployment to hot-load"))
+    deployment_id: str = attrs.field(
+        metadata=env("CWTRAIN_HOTLOAD_DEPLOYMENT_ID", help="UUID of the deployment to hot-load")
+    )
     run_id: str | None = attrs.field(
         default=None,
         metadata=env(
-            _PREFIX + "RUN_ID",
+            "CWTRAIN_HOTLOAD_RUN_ID",
             help="prefix of the run's identities; without it made from the disk directory's name and the time",
         ),
     )
     wait: bool = attrs.field(
         default=True,
         converter=boolean,
-        metadata=env(_PREFIX + "WAIT", help="1 blocks until the hot-load is COMPLETED, 0 returns at acceptance"),
+        metadata=env("CWTRAIN_HOTLOAD_WAIT", help="1 blocks until the hot-load is COMPLETED, 0 returns at acceptance"),
     )
     timeout: float = attrs.field(
         default=1800.0,
         converter=positive_seconds,
         metadata=env(
-            _PREFIX + "TIMEOUT", help="seconds for readiness, for waiting for another hot-load, and for the hot-load"
+            "CWTRAIN_HOTLOAD_TIMEOUT",
+            help="seconds for readiness, for waiting for another hot-load, and for the hot-load",
         ),
     )
     deadline: float | None = attrs.field(
         default=None,
         converter=attrs.converters.optional(positive_seconds),
         metadata=env(
-            _PREFIX + "DEADLINE",
+            "CWTRAIN_HOTLOAD_DEADLINE",
             help="seconds that one numbered call may take, upload included; without it the adapter's own",
         ),
     )
@@ -70,38 +73,39 @@ class HotLoadConfig:
         default=True,
         converter=boolean,
         metadata=env(
-            _PREFIX + "PUBLISH_BASELINE",
+            "CWTRAIN_HOTLOAD_PUBLISH_BASELINE",
             help="1 publishes the base checkpoint as version 0, 0 asserts that it is there",
         ),
     )
     baseline_wait: float = attrs.field(
         default=600.0,
         converter=positive_seconds,
-        metadata=env(_PREFIX + "BASELINE_WAIT", help="seconds that the trainer's baseline call may block"),
+        metadata=env("CWTRAIN_HOTLOAD_BASELINE_WAIT", help="seconds that the trainer's baseline call may block"),
     )
     full_every: int = attrs.field(
         default=20,
         converter=_versions,
         metadata=env(
-            _PREFIX + "FULL_EVERY", help="a full snapshot every so many versions, 0 to 64; 0 never cuts the chain"
+            "CWTRAIN_HOTLOAD_FULL_EVERY", help="a full snapshot every so many versions, 0 to 64; 0 never cuts the chain"
         ),
     )
     mirror: bool | None = attrs.field(
         default=None,
         converter=attrs.converters.optional(boolean),
         metadata=env(
-            _PREFIX + "MIRROR", help="keep a local copy of the weights; without it, on where FULL_EVERY is above 0"
+            "CWTRAIN_HOTLOAD_MIRROR",
+            help="keep a local copy of the weights; without it, on where FULL_EVERY is above 0",
         ),
     )
     verify: bool = attrs.field(
         default=False,
         converter=boolean,
-        metadata=env(_PREFIX + "VERIFY", help="1 asks every replica again what it serves after each hot-load"),
+        metadata=env("CWTRAIN_HOTLOAD_VERIFY", help="1 asks every replica again what it serves after each hot-load"),
     )
     state_dir: str | None = attrs.field(
         default=None,
         metadata=env(
-            _PREFIX + "STATE_DIR",
+            "CWTRAIN_HOTLOAD_STATE_DIR",
             help="directory for mirror, staging, manifests and journal; without it <disk directory>-hotload",
         ),
     )
@@ -109,19 +113,20 @@ class HotLoadConfig:
         default=PromptCachePolicy.UNSPECIFIED,
         converter=_policy,
         metadata=env(
-            _PREFIX + "PROMPT_CACHE_POLICY", help="preserve or reset_all; without it the server's default (preserve)"
+            "CWTRAIN_HOTLOAD_PROMPT_CACHE_POLICY",
+            help="preserve or reset_all; without it the server's default (preserve)",
         ),
     )
     upload_workers: int = attrs.field(
         default=8,
         converter=_workers,
-        metadata=env(_PREFIX + "UPLOAD_WORKERS", help="uploads at the same time"),
+        metadata=env("CWTRAIN_HOTLOAD_UPLOAD_WORKERS", help="uploads at the same time"),
     )
     cleanup: bool = attrs.field(
         default=False,
         converter=boolean,
         metadata=env(
-            _PREFIX + "CLEANUP",
+            "CWTRAIN_HOTLOAD_CLEANUP",
             help="1 deletes the trainer's directories that are acknowledged and behind the last full snapshot",
         ),
     )
