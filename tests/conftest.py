@@ -21,7 +21,7 @@ for _folder in (TESTS, TESTS.parent / "tools"):
         sys.path.insert(0, str(_folder))
 
 _SETTINGS = ("COREWEAVE_", "CWTRAIN_", "CW_", "AWS_")
-_KEPT = ("CWTRAIN_TEST_",)
+_KEPT = ("CWTRAIN_TEST_", "CWTRAIN_SHARED")
 _LOOPBACK = "127.0.0.1,localhost,::1"
 
 
