@@ -42,6 +42,13 @@ def emulator_group() -> None:
     show_default=True,
     help="How long resources stay CREATING, UPDATING or DELETING at least.",
 )
+@click.option(
+    "--swap-delay",
+    type=click.FloatRange(0, 3600),
+    default=0.01,
+    show_default=True,
+    help="Seconds between one replica's swap of weights and the next one's.",
+)
 @click.option("--discard-state", is_flag=True, hidden=True, help="Delete the state directory at the end.")
 @click.option("--watch-stdin", is_flag=True, hidden=True, help="Stop at the end of standard input.")
 @click.option("--verbose", is_flag=True, help="Log more on stderr.")
@@ -59,6 +66,7 @@ def serve_command(
     report_identity: bool,
     no_hot_load: bool,
     transition_seconds: float,
+    swap_delay: float,
     discard_state: bool,
     watch_stdin: bool,
     verbose: bool,
@@ -89,6 +97,7 @@ def serve_command(
         report_identity=report_identity,
         hot_load_enabled=not no_hot_load,
         transition_seconds=transition_seconds,
+        swap_delay_seconds=swap_delay,
         keep_state=not temporary,
         environ=dict(os.environ),
     )

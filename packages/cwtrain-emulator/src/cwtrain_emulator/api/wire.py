@@ -108,16 +108,20 @@ class Reader:
         }
 
     def message(self, name: str, *, required: bool = False) -> Reader:
-        """Return a reader for a nested message; an empty one when it is absent."""
+        """Return a reader for a nested message; an empty one when it is absent.
+
+        One problem is enough for a message that is missing or no object: its fields' own are not noted then.
+        """
         value = self._get(name)
-        if value is _MISSING:
-            if required:
-                self.problem(name, "is required")
-            value = {}
-        elif not isinstance(value, Mapping):
+        if isinstance(value, Mapping):
+            return Reader(value, self.problems, path=self._at(name))
+        if value is not _MISSING:
             self.problem(name, "must be an object")
-            value = {}
-        return Reader(value, self.problems, path=self._at(name))
+        elif required:
+            self.problem(name, "is required")
+        else:
+            return Reader({}, self.problems, path=self._at(name))
+        return Reader({}, [], path=self._at(name))
 
     def _list(self, name: str) -> Sequence[Any]:
         value = self._get(name)

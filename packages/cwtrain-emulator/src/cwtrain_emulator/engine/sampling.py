@@ -101,8 +101,10 @@ def sample(
     if sampling.temperature == 0:
         tokens = values.argmax(axis=-1)
         return Step(tokens, raw, log_softmax(values))
-    filtered = _filtered(values / sampling.temperature, sampling)
-    processed = log_softmax(filtered)
+    if sampling == Sampling() and not banned:
+        processed = raw
+    else:
+        processed = log_softmax(_filtered(values / sampling.temperature, sampling))
     cumulative = np.exp(processed).cumsum(axis=-1)
     # The last cumulative sum is 1 up to rounding: scaling by it keeps every draw inside, and "exceeds" never picks a
     # token of probability 0.
