@@ -16,8 +16,8 @@ from pathlib import Path
 
 import attrs
 
-from cwtrain.errors import ConfigError
-from cwtrain.hotload import HotLoader
+from cwtrain.errors import ConfigError, CWTrainError
+from cwtrain.hotload import HotLoader, inspect_snapshot, upload_snapshot
 from cwtrain.hotload.delta import checkpoint_checksums, write_delta, write_full_snapshot
 from cwtrain.infra import InferenceClient, lifecycle
 from cwtrain.models.service import Deployment, HotLoad
@@ -25,7 +25,7 @@ from cwtrain_demo.replicas import replica_digests
 from cwtrain_demo.result import DemoResult, Step, Version
 from cwtrain_demo.task import Alphabet, check_logprobs
 from cwtrain_demo.trainer import Trainer, new_model, read_model
-from cwtrain_emulator import Emulator
+from cwtrain_emulator import Emulator, EmulatorError
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.sampler import Sampler
 
@@ -74,13 +74,17 @@ def run_demo(
     with _state_directory(config, say) as root, contextlib.ExitStack() as stack:
         with _phase(result, "start"):
             say(f"starting the emulator with {config.replicas} replicas")
-            emulator = stack.enter_context(Emulator(root / "emulator", replicas=config.replicas, seed=config.seed))
+            emulator = stack.enter_context(_emulator(config, root))
             stack.enter_context(_environment(emulator.env))
             client = stack.enter_context(InferenceClient())
         with _phase(result, "create"):
-            deployment, endpoint = _create(client, emulator.bucket)
+            base = Path(config.model) if config.model else root / "base"
+            model = read_model(base) if config.model else new_model(base, seed=config.seed)
+            upload_snapshot(inspect_snapshot(base), bucket=emulator.bucket, path_prefix="models", identity="base")
+            deployment, endpoint = _create(client, emulator.bucket, model_path="models/base", replicas=config.replicas)
             say(f"deployment {deployment.name} is {deployment.status} at {endpoint}")
-        run = _Run(config, result, root, emulator, client, deployment, endpoint)
+        trainer = Trainer(model)
+        run = _Run(config, result, root, emulator, client, deployment, endpoint, trainer, side_files=base)
         run.publish_base()
         for step in range(config.steps):
             run.step(step, on_step)
@@ -108,12 +112,12 @@ class _Run:
         client: InferenceClient,
         deployment: Deployment,
         endpoint: str,
+        trainer: Trainer,
+        *,
+        side_files: Path,
     ) -> None:
         self.config, self.result, self.root, self.emulator = config, result, root, emulator
-        base = root / "base"
-        model = read_model(config.model) if config.model else new_model(base, seed=config.seed)
-        self.trainer = Trainer(model)
-        self.side_files = Path(config.model) if config.model else base
+        self.trainer, self.side_files = trainer, side_files
         self.task = Alphabet(letters=self.trainer.vocab_size - 1, seed=config.seed)
         self.loader = HotLoader(client, deployment.id, poll_interval=_POLL, timeout=_PATIENCE)
         self.sampler = Sampler(
@@ -160,14 +164,15 @@ class _Run:
         """Compare what every replica holds with what the trainer holds."""
         last = self.result.versions[-1]
         ours = self.trainer.digests()
-        theirs = replica_digests(self.emulator)
         report = self.loader.verify_served(last.identity)
+        names = [replica.name for replica in report.replicas]
+        theirs = replica_digests(self.emulator.base_url, self.emulator.admin_token, names)
         self.result.replicas = {replica.name: replica.current_snapshot_identity for replica in report.replicas}
         for name, digests in theirs.items():
             differing = [tensor for tensor in ours.keys() | digests.keys() if ours.get(tensor) != digests.get(tensor)]
             if differing:
                 self.result.weights_differ[name] = sorted(differing)
-        everyone = len(theirs) == self.config.replicas == len(report.replicas)
+        everyone = len(theirs) == self.config.replicas
         self.result.weights_match = report.served and everyone and not self.result.weights_differ
 
     def _publish(self, number: int) -> Version:
@@ -214,7 +219,7 @@ class _Run:
         return self.root / "checkpoints" / f"v{number:06d}"
 
 
-def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
+def _create(client: InferenceClient, bucket: str, *, model_path: str, replicas: int) -> tuple[Deployment, str]:
     """Create gateway and deployment and return the deployment, READY, with the URL for rollouts."""
     zone: str = client.get_gateway_parameters()["zones"][0]
     gateway = client.create_gateway(
@@ -238,13 +243,28 @@ def _create(client: InferenceClient, bucket: str) -> tuple[Deployment, str]:
                 "engineConfig": {"logprobs-mode": "processed_logprobs"},
             },
             "resources": {"instanceType": instance_type, "gpuCount": 1},
-            "model": {"name": MODEL_NAME},
+            "model": {"name": MODEL_NAME, "bucket": bucket, "path": model_path},
+            "autoscaling": {"min": replicas, "max": replicas},
             "hotLoad": {"bucket": bucket, "pathPrefix": PATH_PREFIX, "transitionMode": "TRANSITION_MODE_ASYNC"},
         }
     )
     deployment = lifecycle.wait_for_deployment(client, deployment.id, timeout=_PATIENCE, poll_interval=_POLL)
     (endpoint,) = lifecycle.endpoints(client, deployment)
     return deployment, lifecycle.rollout_base_url(endpoint)
+
+
+@contextlib.contextmanager
+def _emulator(config: DemoConfig, root: Path) -> Iterator[Emulator]:
+    emulator = Emulator(root / "emulator", replicas=config.replicas, seed=config.seed)
+    try:
+        emulator.start()
+    except EmulatorError as exc:
+        hint = "`cwtrain emulator serve --verbose` shows more; `cwtrain doctor` what is installed"
+        raise CWTrainError(f"the emulator does not run: {exc}", hint=hint) from exc
+    try:
+        yield emulator
+    finally:
+        emulator.stop()
 
 
 @contextlib.contextmanager
