@@ -195,6 +195,7 @@ class HotLoadOperations:
             poll_interval=self.poll_interval,
             describe=_in_words,
             on_progress=lambda seen, _: teller.seen(*seen),
+            eager=True,
             clock=self.clock,
             sleep=self.sleep,
         )

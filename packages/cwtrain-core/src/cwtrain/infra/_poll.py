@@ -16,6 +16,9 @@ __all__ = ["Deadline", "check_seconds", "poll"]
 
 T = TypeVar("T")
 
+EAGER_SECONDS = 0.1
+"""The first pause of an eager wait."""
+
 logger = logging.getLogger("cwtrain.infra")
 
 
@@ -52,6 +55,7 @@ def poll(
     describe: Callable[[T], str],
     on_progress: Callable[[T, float], None] | None = None,
     timeout_error: Callable[[T | None, str, float], CWTrainError] | None = None,
+    eager: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
@@ -61,7 +65,8 @@ def poll(
     whatever ``done`` raises, ends the wait at once. ``describe`` puts a value into words. ``on_progress`` gets each
     value and the seconds spent. There is always a last look at the deadline itself. When time runs out,
     ``timeout_error(last value, what was seen, seconds)`` is raised, by default a ``WaitTimeoutError``.
-    ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a ``ConfigError``.
+    ``eager`` looks more often at first (every quarter of the time spent, at least 0.1 s), so that a short job does not
+    cost a whole interval. ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a ``ConfigError``.
     """
     deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout, clock)
     check_seconds("poll_interval", poll_interval)
@@ -87,7 +92,8 @@ def poll(
                 return value
         if last_look:
             break
-        sleep(min(max(poll_interval, floor), deadline.left()))
+        pause = min(poll_interval, max(EAGER_SECONDS, deadline.spent() / 4)) if eager else poll_interval
+        sleep(min(max(pause, floor), deadline.left()))
     if outage is not None:
         seen = f"{seen}; the last look failed: {outage}"
     if timeout_error is not None:
