@@ -73,7 +73,9 @@ def status_lines(ctx: Context, what: str, resource_id: str) -> Callable[[_Stated
 
     def on_progress(found: _Stated | None, spent: float) -> None:
         nonlocal last, told
-        status = "gone" if found is None else found.status_text or found.status
+        status = "gone" if found is None else str(found.status)
+        if found is not None and status == "UNSPECIFIED":
+            status = found.status_text or status
         if status != last or spent - told >= HEARTBEAT:
             last, told = status, spent
             ctx.out.say(f"{what} {resource_id}: {status}, {spent:.0f} s")
