@@ -146,7 +146,7 @@ def test_a_delete_without_a_last_state():
         assert ScriptedApi({"DELETE /deployments/d-1": [reply]}).client().delete_deployment("d-1") is None
 
 
-BAD_IDS = ["", " ", "a/b", "/", "..", ".", None, 7]
+BAD_IDS = ["", " ", "a/b", "/", "..", ".", None, 7, "\ud800"]
 
 
 @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)

@@ -114,3 +114,13 @@ def test_several_waits_share_one_deadline():
     with pytest.raises(WaitTimeoutError, match=r"20\.0 s"):
         run(["a"], clock, timeout=deadline)
     assert clock.spent == 20
+
+
+def test_an_eager_wait_looks_often_at_first_and_then_at_the_interval():
+    clock = VirtualClock()
+    with pytest.raises(WaitTimeoutError):
+        run(["a"], clock, eager=True)
+    assert clock.slept[0] == pytest.approx(0.1)
+    assert clock.slept[-2] == 5
+    assert clock.slept[:-1] == sorted(clock.slept[:-1])
+    assert clock.spent == pytest.approx(60)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import html
 import json
 import pickle
+import urllib.parse
 
 import pytest
 
@@ -215,6 +217,8 @@ def test_what_the_service_asks_for_before_the_next_try(headers, details, floor):
         {"message": "no", "details": [{"@type": "a/google.rpc.ErrorInfo", "reason": TOKEN, TOKEN: [TOKEN]}]},
         f"<html>you sent Authorization: Bearer {TOKEN}</html>",
         {"detail": {"headers": {"authorization": f"Bearer {TOKEN}"}}},
+        f"<html>you sent Bearer {html.escape(TOKEN)} and {html.escape(TOKEN).replace('&quot;', '&#34;')}</html>",
+        f"/login?token={urllib.parse.quote(TOKEN)}",
     ],
 )
 def test_a_token_that_the_server_echoes_is_never_shown(body):
@@ -223,6 +227,7 @@ def test_a_token_that_the_server_echoes_is_never_shown(body):
     assert TOKEN not in everything
     assert TOKEN[:8] not in everything
     assert json.dumps(TOKEN)[1:-1] not in everything
+    assert "a1b2c3" not in everything
 
 
 def test_a_401_says_where_the_token_came_from():

@@ -27,7 +27,7 @@ from cwtrain.errors import (
     UnexpectedAnswerError,
 )
 from cwtrain.infra._retry import RetryPolicy
-from cwtrain.infra._status import Scrubber, error_from_answer, quote
+from cwtrain.infra._status import Scrubber, error_from_answer, quote, request_id_of
 
 __all__ = ["PREFIX", "Http", "Limits", "Transport"]
 
@@ -224,14 +224,14 @@ class Http:
             raise UnexpectedAnswerError(
                 f"the answer is not JSON: {text or 'it is empty'} (HTTP {status}, {where})",
                 status=status,
-                request_id=headers.get("x-request-id"),
+                request_id=request_id_of(headers, (), self._scrub),
                 hint="check that COREWEAVE_API_URL is the API and no other server answers in its place",
             ) from exc
         if not isinstance(data, dict):
             raise UnexpectedAnswerError(
                 f"the answer is no JSON object (HTTP {status}, {where})",
                 status=status,
-                request_id=headers.get("x-request-id"),
+                request_id=request_id_of(headers, (), self._scrub),
             )
         return data
 

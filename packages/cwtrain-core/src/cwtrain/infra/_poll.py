@@ -66,7 +66,8 @@ def poll(
     value and the seconds spent. There is always a last look at the deadline itself. When time runs out,
     ``timeout_error(last value, what was seen, seconds)`` is raised, by default a ``WaitTimeoutError``.
     ``eager`` looks more often at first (every quarter of the time spent, at least 0.1 s), so that a short job does not
-    cost a whole interval. ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a ``ConfigError``.
+    cost a whole interval. ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a
+    ``ConfigError``.
     """
     deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout, clock)
     check_seconds("poll_interval", poll_interval)

@@ -23,7 +23,10 @@ def segment(value: str, what: str) -> str:
         raise ConfigError(
             f"{value!r} is no {what}: it must be text, not empty, and without '/'", hint=f"give the {what} by itself"
         )
-    return percent_encoded(value, safe="")
+    try:
+        return percent_encoded(value, safe="")
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"{value!r} is no {what}: it is no valid text") from exc
 
 
 def with_id(spec: Mapping[str, Any], resource_id: str | None = None) -> dict[str, Any]:

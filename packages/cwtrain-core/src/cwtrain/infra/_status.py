@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote as percent_encoded
 
 import attrs
 
 from cwtrain import errors
 
-__all__ = ["QUOTE_CHARS", "Scrubber", "error_from_answer", "quote", "retry_floor"]
+__all__ = ["QUOTE_CHARS", "Scrubber", "error_from_answer", "quote", "request_id_of", "retry_floor"]
 
 QUOTE_CHARS = 500
 """At most this much of an answer is quoted in an error."""
@@ -86,13 +87,15 @@ _BY_STATUS = {
 _REQUEST_ID_HEADERS = ("x-request-id", "request-id", "x-correlation-id", "x-amzn-requestid", "cf-ray")
 _RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 _MOST_DETAILS = 32
+_SHORTEST_SECRET = 4  # a shorter one hides nothing, and taking it out would spoil every text
 
 
 class Scrubber:
     """Takes secrets out of text that a server may have echoed."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        spellings = {spelt for secret in secrets if secret for spelt in (secret, json.dumps(secret)[1:-1])}
+        ways = (str, lambda text: json.dumps(text)[1:-1], html.escape, lambda text: percent_encoded(text, safe=""))
+        spellings = {way(secret) for secret in secrets if len(secret) >= _SHORTEST_SECRET for way in ways}
         longest_first = sorted(spellings, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -140,7 +143,7 @@ def error_from_answer(
     header_floor = _header_floor(headers, now)
     if header_floor is not None:
         details.append({"@type": _RETRY_INFO, "retryDelay": f"{header_floor:g}s"})
-    request_id = _request_id(headers, details, scrub)
+    request_id = request_id_of(headers, details, scrub)
     text = said.text or f"no explanation ({_phrase(status)})"
     places = [code.upper(), f"HTTP {status}", where, *([f"request {request_id}"] if request_id else [])]
     message = f"{text} ({', '.join(places)})"
@@ -172,7 +175,7 @@ def _read(body: bytes, content_type: str, scrub: Scrubber) -> _Said:
     try:
         data = scrub.data(json.loads(text))
     except (ValueError, RecursionError):
-        return _Said(text=quote(_page_text(text) if _is_page(text, content_type) else text))
+        return _Said(text=quote(scrub.text(_page_text(text)) if _is_page(text, content_type) else text))
     return _read_json(data)
 
 
@@ -317,7 +320,8 @@ def _http_date(text: str) -> dt.datetime | None:
     return at if at.tzinfo else at.replace(tzinfo=dt.UTC)
 
 
-def _request_id(headers: Mapping[str, str], details: Iterable[Mapping[str, Any]], scrub: Scrubber) -> str | None:
+def request_id_of(headers: Mapping[str, str], details: Iterable[Mapping[str, Any]], scrub: Scrubber) -> str | None:
+    """Return what support asks for, from the headers or a RequestInfo; None without one."""
     said = [headers.get(name, "") for name in _REQUEST_ID_HEADERS]
     said += [str(_get(item, "requestId") or "") for item in details if _kind(item) == "RequestInfo"]
     return next((quote(scrub.text(text), 128) for text in said if text.strip()), None)
@@ -338,7 +342,7 @@ def _redirect(status: int, headers: Mapping[str, str], where: str, scrub: Scrubb
     return errors.UnexpectedAnswerError(
         f"redirected to {to}, which is not followed because the token would go along (HTTP {status}, {where})",
         status=status,
-        request_id=_request_id(headers, (), scrub),
+        request_id=request_id_of(headers, (), scrub),
         hint="check COREWEAVE_API_URL or base_url: it must be the API's own origin",
     )
 
