@@ -23,6 +23,7 @@ from botocore.config import Config
 
 from cwtrain.errors import (
     ConfigError,
+    SnapshotChangedError,
     SnapshotConflictError,
     StorageAccessError,
     StorageConflictError,
@@ -445,22 +446,36 @@ def test_a_refused_upload_names_the_permission(reach: Reach, location: Location,
         upload_objects(write(tmp_path / "c", contents()), store=store, location=location, identity="v1")
 
 
+def upload_and_die(reach: Reach, location: Location, directory: Path, record: str, *arguments: str) -> Any:
+    environ = {
+        **os.environ,
+        "CW_S3_ENDPOINT": reach.endpoint,
+        "AWS_REGION": REGION,
+        "AWS_ACCESS_KEY_ID": TRAINER[0],
+        "AWS_SECRET_ACCESS_KEY": TRAINER[1],
+    }
+    script = Path(__file__).parents[1] / "helpers" / "upload_and_die.py"
+    command = [sys.executable, str(script), str(directory), BUCKET, location.path_prefix, record, *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("name", "ended"), [("SIGINT", -signal.SIGINT), ("SIGTERM", 143)])
+def test_interrupted(reach_http: Reach, location: Location, tmp_path: Path, record: str, name: str, ended: int) -> None:
+    """B23: Ctrl-C and SIGTERM during part 2 leave no open upload."""
+    write(tmp_path / "ckpt", snapshot(30))
+    done = upload_and_die(reach_http, location, tmp_path / "ckpt", record, name, "1", "UploadPart")
+    assert done.returncode == ended, done.stderr
+    store = reach_http.store()
+    assert list(store.list_uploads(location.root)) == []
+    assert store.head(location.key("v1", INDEX_NAME)) is None
+
+
 @pytest.mark.parametrize("after", [2, 6, 11])
 def test_killed_and_run_again(reach_http: Reach, location: Location, tmp_path: Path, record: str, after: int) -> None:
     """SIGKILL when a number of requests is out: the same command again completes and sends nothing twice."""
     reach, objects = reach_http, snapshot(40)
     files = write(tmp_path / "ckpt", objects)
-    environ = {
-        **os.environ,
-        "CW_S3_ENDPOINT": reach.endpoint,
-        "AWS_REGION": REGION,
-        "AWS_ACCESS_KEY_ID": "testtrainer",
-        "AWS_SECRET_ACCESS_KEY": "trainersecret123",
-        "AWS_CA_BUNDLE": reach.server.ca_bundle or "",
-    }
-    script = Path(__file__).parents[1] / "helpers" / "upload_and_die.py"
-    command = [sys.executable, str(script), str(tmp_path / "ckpt"), BUCKET, location.path_prefix, record, str(after)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = upload_and_die(reach, location, tmp_path / "ckpt", record, "SIGKILL", str(after))
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = reach.store()
     there = {name for name in objects if store.head(location.key("v1", name))}
@@ -505,6 +520,31 @@ def test_more_workers_than_connections(
     upload_objects(files, store=narrow, location=location, identity="v2", workers=16, sizes=SIZES)
     assert "make the client with max_pool_connections=16" in caplog.text
     assert not [one for one in caplog.messages if "pool is full" in one]
+
+
+@pytest.mark.parametrize("kind", ["same size", "truncate"])
+def test_a_file_that_changes_while_it_goes_out(
+    reach: Reach, location: Location, tmp_path: Path, record: str, kind: str
+) -> None:
+    """B21: noticed at once, and nothing is left that could be taken for the snapshot."""
+    files = write(tmp_path / "ckpt", snapshot(70))
+    path = tmp_path / "ckpt" / "model-00003-of-00003.safetensors"
+
+    def change(**_: Any) -> None:
+        if kind == "truncate":
+            os.truncate(path, 2 << 20)
+        else:
+            with path.open("r+b") as file:
+                file.seek(8 << 20)
+                file.write(b"Z" * 1024)
+
+    client = reach.client()
+    client.meta.events.register("before-send.s3.UploadPart", change)
+    store = S3Store(client, BUCKET)
+    with pytest.raises(SnapshotChangedError, match="model-00003-of-00003"):
+        upload_objects(files, store=store, location=location, identity="v1", sizes=SIZES, record_directory=record)
+    assert list(store.list_uploads(location.root)) == []
+    assert store.head(location.key("v1", INDEX_NAME)) is None
 
 
 # ---- addressing (SeaweedFS only: it answers for buckets in the host name)

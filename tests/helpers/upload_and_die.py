@@ -1,6 +1,6 @@
-"""Upload a directory as `v1` and be killed when a number of requests is out.
+"""Upload a directory as `v1` and get a signal when a number of requests of some operation is out.
 
-python upload_and_die.py DIRECTORY BUCKET PREFIX RECORD_DIRECTORY REQUESTS
+python upload_and_die.py DIRECTORY BUCKET PREFIX RECORD_DIRECTORY SIGNAL REQUESTS [OPERATION]
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from cwtrain.storage.upload import PartSizes
 from helpers.upload_files import describe
 
 
-def main(directory: str, bucket: str, prefix: str, record: str, requests: str) -> None:
+def main(
+    directory: str, bucket: str, prefix: str, record: str, name: str, requests: str, operation: str | None = None
+) -> None:
     client = s3_client()
     count = itertools.count(1)
+    # As the CLI does it: SIGTERM becomes an exception in the main thread.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def die(**_: Any) -> None:
-        if next(count) > int(requests):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if next(count) == int(requests) + 1:
+            os.kill(os.getpid(), signal.Signals[name])
 
-    client.meta.events.register("before-send.s3", die)
+    client.meta.events.register(f"before-send.s3.{operation}" if operation else "before-send.s3", die)
     names = sorted(os.listdir(directory), key=lambda name: (name == INDEX_NAME, name))
     upload_objects(
         [describe(Path(directory, name)) for name in names],

@@ -122,7 +122,7 @@ def s3_client(
         if isinstance(params, Mapping) and isinstance(bucket := params.get("Bucket"), str):
             check_bucket(bucket, settings)
 
-    client.meta.events.register("before-parameter-build.s3", refuse_unaddressable)
+    client.meta.events.register_first("before-parameter-build.s3", refuse_unaddressable)
     return client
 
 

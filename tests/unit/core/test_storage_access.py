@@ -1,0 +1,158 @@
+"""The access check, locations, and a record of open uploads, without any server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cwtrain.errors import ConfigError, StorageAccessError, StorageError, StorageNotFoundError
+from cwtrain.storage import Fault, Location, MemoryStore, check_access
+from cwtrain.storage._open_uploads import UploadRecord, abort_left_open
+
+HERE = Location("memory", "rl")
+
+
+def test_everything_allowed_and_nothing_left() -> None:
+    store = MemoryStore()
+    report = check_access(store, HERE)
+    assert report.ok
+    assert report.refused == ()
+    report.raise_for_refused()
+    assert (store.objects, store.uploads) == ({}, {})
+    assert tuple(
+        call for call, key in store.calls if key.startswith("rl/_preflight/")
+    ) == ("head", "create_upload", "abort_upload")
+
+
+@pytest.mark.parametrize(
+    ("denied", "refused"),
+    [
+        ({"s3:ListBucket"}, ("s3:ListBucket",)),
+        ({"s3:GetObject"}, ("s3:GetObject",)),
+        ({"s3:PutObject"}, ("s3:PutObject",)),
+        ({"s3:AbortMultipartUpload"}, ("s3:AbortMultipartUpload",)),
+        ({"s3:GetObject", "s3:PutObject"}, ("s3:GetObject", "s3:PutObject")),
+        ({"s3:ListBucket", "s3:GetObject"}, ("s3:ListBucket",)),
+        ({"s3:ListBucketMultipartUploads"}, ()),
+    ],
+)
+def test_every_refused_permission_is_named(denied: set[str], refused: tuple[str, ...]) -> None:
+    """B23 asks that the abort permission is tried and named too."""
+    report = check_access(MemoryStore(denied=denied), HERE)
+    assert report.refused == refused
+    assert report.ok == (not refused)
+    if refused:
+        with pytest.raises(StorageAccessError) as error:
+            report.raise_for_refused()
+        assert all(action in str(error.value) for action in refused)
+    optional = report.checks[-1]
+    assert (optional.action, optional.required) == ("s3:ListBucketMultipartUploads", False)
+    assert optional.allowed is ("s3:ListBucketMultipartUploads" not in denied)
+
+
+def test_what_is_no_matter_of_permission_is_raised() -> None:
+    gone = StorageNotFoundError("no bucket", code="NoSuchBucket", status=404)
+    with pytest.raises(StorageNotFoundError):
+        check_access(MemoryStore(faults=[Fault(call="list_objects", error=gone)]), HERE)
+    keys = StorageAccessError("unknown key", code="InvalidAccessKeyId", status=403)
+    with pytest.raises(StorageAccessError, match="unknown key"):
+        check_access(MemoryStore(faults=[Fault(call="list_objects", error=keys)]), HERE)
+    missing = StorageError("no such call", code="NotImplemented", status=501)
+    report = check_access(MemoryStore(faults=[Fault(call="list_uploads", error=missing)]), HERE)
+    assert report.ok
+    assert report.checks[-1].allowed is None
+
+
+def test_location() -> None:
+    where = Location("weights", "/rl/run-7/")
+    assert where.path_prefix == "rl/run-7"
+    assert where.key("v1", "config.json") == "rl/run-7/v1/config.json"
+    assert where.uri("v1") == "s3://weights/rl/run-7/v1"
+    assert where.claim_key("v1") == "rl/run-7/_claims/v1.json"
+    assert where.manifest_key("v1") == "rl/run-7/_manifests/v1.json"
+    assert where.preflight_key("x") == "rl/run-7/_preflight/x"
+    assert Location("weights").key("v1", "x") == "v1/x"
+    assert Location("weights").uri("v1") == "s3://weights/v1"
+    assert pickle.loads(pickle.dumps(where)) == where
+
+
+@pytest.mark.parametrize(("bucket", "prefix"), [("", "x"), ("b", "a/../b"), ("b", "..")])
+def test_locations_that_cannot_be(bucket: str, prefix: str) -> None:
+    with pytest.raises(ConfigError):
+        Location(bucket, prefix)
+
+
+# ---- the record of open uploads
+
+_DIES = """
+import sys
+from cwtrain.storage import Location, MemoryStore
+from cwtrain.storage._open_uploads import UploadRecord
+class Store(MemoryStore):
+    endpoint = "memory:same"
+record = UploadRecord(Store(), Location("memory", "rl"), "v1", directory=sys.argv[1])
+record.opened("rl/v1/a", sys.argv[2])
+record.opened("rl/v1/b", "closed")
+record.closed("closed")
+"""
+
+
+class Same(MemoryStore):
+    @property
+    def endpoint(self) -> str:
+        return "memory:same"
+
+
+def test_what_a_dead_process_left_open_is_aborted(tmp_path: Path) -> None:
+    store = Same()
+    left = store.create_upload("rl/v1/a")
+    directory = str(tmp_path / "records")
+    subprocess.run([sys.executable, "-c", _DIES, directory, left], check=True)
+    (name,) = os.listdir(directory)
+    assert json.loads((tmp_path / "records" / name).read_text()) == {left: "rl/v1/a"}
+    other = UploadRecord(store, HERE, "v2", directory=directory)
+    abort_left_open(other, store, HERE, "v2")
+    assert set(store.uploads) == {left}, "of another identity"
+    record = UploadRecord(store, HERE, "v1", directory=directory)
+    abort_left_open(record, store, HERE, "v1")
+    assert store.uploads == {}
+    assert os.listdir(directory) == []
+
+
+def test_what_a_living_upload_has_open_stays(tmp_path: Path) -> None:
+    store = Same()
+    running = UploadRecord(store, HERE, "v1", directory=str(tmp_path / "records"))
+    upload_id = store.create_upload("rl/v1/a")
+    running.opened("rl/v1/a", upload_id)
+    abort_left_open(UploadRecord(store, HERE, "v1", directory=str(tmp_path / "records")), store, HERE, "v1")
+    assert set(store.uploads) == {upload_id}
+    running.close()
+    abort_left_open(UploadRecord(store, HERE, "v1", directory=str(tmp_path / "records")), store, HERE, "v1")
+    assert store.uploads == {}
+
+
+def test_a_record_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:
+    store = Same()
+    upload_id = store.create_upload("rl/v1/a")
+    shared = tmp_path / "records"
+    ended = UploadRecord(store, HERE, "v1", directory=str(shared))
+    ended.opened("rl/v1/a", upload_id)
+    ended.close()
+    shared.chmod(0o777)
+    abort_left_open(UploadRecord(store, HERE, "v1", directory=str(shared)), store, HERE, "v1")
+    assert set(store.uploads) == {upload_id}
+
+
+def test_no_record_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    record = UploadRecord(MemoryStore(), HERE, "v1", directory=str(tmp_path / "file" / "below"))
+    record.opened("k", "u")
+    record.closed("u")
+    assert list(record.abandoned()) == []
+    record.close()
