@@ -71,6 +71,11 @@ def demo(
     if report and not os.path.isdir(os.path.dirname(report) or "."):
         raise click.BadParameter(f"the directory of {report} does not exist", param_hint="--report")
 
+    # Sums in one order whatever the number of cores, so that a seed gives the same rewards again; and for matrices this
+    # small, more threads only get into each other's way. Numpy looks when it is loaded.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
     from cwtrain.cli._output import LiveTable
     from cwtrain_demo.loop import DemoConfig, run_demo
     from cwtrain_demo.report import human_bytes, report_html

@@ -19,7 +19,7 @@ import attrs
 from cwtrain.errors import ConfigError, CWTrainError
 from cwtrain.hotload import HotLoader, inspect_snapshot, upload_snapshot
 from cwtrain.hotload.delta import checkpoint_checksums, write_delta, write_full_snapshot
-from cwtrain.infra import InferenceClient, lifecycle
+from cwtrain.infra import InferenceClient, lifecycle, s3_client
 from cwtrain.models.service import Deployment, HotLoad
 from cwtrain_demo.replicas import replica_digests
 from cwtrain_demo.result import DemoResult, Step, Version
@@ -76,15 +76,23 @@ def run_demo(
             say(f"starting the emulator with {config.replicas} replicas")
             emulator = stack.enter_context(_emulator(config, root))
             stack.enter_context(_environment(emulator.env))
-            client = stack.enter_context(InferenceClient())
+            client, store = stack.enter_context(InferenceClient()), s3_client()
         with _phase(result, "create"):
             base = Path(config.model) if config.model else root / "base"
             model = read_model(base) if config.model else new_model(base, seed=config.seed)
-            upload_snapshot(inspect_snapshot(base), bucket=emulator.bucket, path_prefix="models", identity="base")
+            upload_snapshot(
+                inspect_snapshot(base), bucket=emulator.bucket, path_prefix="models", identity="base", s3=store
+            )
             deployment, endpoint = _create(client, emulator.bucket, model_path="models/base", replicas=config.replicas)
             say(f"deployment {deployment.name} is {deployment.status} at {endpoint}")
         trainer = Trainer(model)
-        run = _Run(config, result, root, emulator, client, deployment, endpoint, trainer, side_files=base)
+        loader = HotLoader(client, deployment.id, s3=store, poll_interval=_POLL, timeout=_PATIENCE)
+        sampler = Sampler(
+            RolloutConfig(
+                base_url=endpoint, model=deployment.model_name, api_key=emulator.admin_token, deadline=_PATIENCE
+            )
+        )
+        run = _Run(config, result, root, emulator, loader, sampler, trainer, side_files=base)
         run.publish_base()
         for step in range(config.steps):
             run.step(step, on_step)
@@ -109,22 +117,16 @@ class _Run:
         result: DemoResult,
         root: Path,
         emulator: Emulator,
-        client: InferenceClient,
-        deployment: Deployment,
-        endpoint: str,
+        loader: HotLoader,
+        sampler: Sampler,
         trainer: Trainer,
         *,
         side_files: Path,
     ) -> None:
         self.config, self.result, self.root, self.emulator = config, result, root, emulator
+        self.loader, self.sampler = loader, sampler
         self.trainer, self.side_files = trainer, side_files
-        self.task = Alphabet(letters=self.trainer.vocab_size - 1, seed=config.seed)
-        self.loader = HotLoader(client, deployment.id, poll_interval=_POLL, timeout=_PATIENCE)
-        self.sampler = Sampler(
-            RolloutConfig(
-                base_url=endpoint, model=deployment.model_name, api_key=emulator.admin_token, deadline=_PATIENCE
-            )
-        )
+        self.task = Alphabet(letters=trainer.vocab_size - 1, seed=config.seed)
         self.served: HotLoad | None = None
 
     def publish_base(self) -> None:
