@@ -43,7 +43,7 @@ class NoReplicas:
         self.loads: list[tuple[str, str, int]] = []
 
     def add(self, name: str, *, zone: str, deployment_id: str, ordinal: int) -> Replica:
-        self.replicas[name] = Replica(name, zone, deployment_id, ordinal, writer=cast(Any, object()))
+        self.replicas[name] = Replica(name, zone, deployment_id, ordinal, writer=cast("Any", object()))
         return self.replicas[name]
 
     def get(self, name: str) -> Replica | None:
@@ -580,7 +580,7 @@ def test_a_restarted_replica_returns_to_the_last_completed_identity_and_then_to_
     first.state, first.load_id, first.restored, first.writer = "STARTING", "", False, None
     plane.controller.replica_changed(first)
     assert [row.state for row in plane.store.replicas(mine)] == ["PENDING_UPDATE", "PENDING_UPDATE"]
-    first.writer = cast(Any, object())
+    first.writer = cast("Any", object())
     plane.controller.restore(first)
     assert plane.pool.loads[-1] == ("dep-00", "restore", 1)
     first.state, first.identity = "READY", "v0"
@@ -599,7 +599,7 @@ def test_a_replica_that_keeps_dying_over_a_hot_load_fails_it(plane: Plane) -> No
         plane.controller.replica_changed(first)
         first.state, first.load_id, first.writer = "STARTING", "", None
         plane.controller.replica_changed(first)
-        first.state, first.load_id, first.writer = "READY", "restore", cast(Any, object())
+        first.state, first.load_id, first.writer = "READY", "restore", cast("Any", object())
         plane.controller.replica_changed(first)
     second.state, second.identity = "READY", "v1"
     plane.controller.replica_changed(second)

@@ -138,7 +138,7 @@ class Pool:
             task.cancel()
             await asyncio.wait([task])
         if not keep_files:
-            await asyncio.to_thread(shutil.rmtree, replica.directory, True)
+            await asyncio.to_thread(_delete, replica.directory)
 
     def get(self, name: str) -> Replica | None:
         """Return a replica by name, or None."""
@@ -282,3 +282,10 @@ class Pool:
             answers.put_nowait((gone, b""))
         if replica.wanted:
             self._on_change(replica)
+
+
+def _delete(directory: Path) -> None:
+    """Delete a replica's directory, and its deployment's when that is empty then."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.parent.rmdir()
