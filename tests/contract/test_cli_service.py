@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import json
+import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -175,6 +180,9 @@ def test_list_counts_items_over_pages(api):
         api.hot_load(f"h{number}", statuses=["COMPLETED"])
     assert run("hotload", "list", "--limit", "5", "-o", "id", env=api.env).out.split() == ["h6", "h5", "h4", "h3", "h2"]
     assert len(api.paths()) == 1
+    api.largest_page = 2
+    assert len(run("hotload", "list", "--limit", "5", env=api.env).data) == 5
+    assert len(api.paths()) == 1 + 3
     assert len(run("hotload", "list", env=api.env).data) == 7
     shown = run("hotload", "list", "--deployment", "d", "--limit", "1", env=api.env).data
     assert set(shown[0]) == {"spec", "status"}
@@ -356,6 +364,37 @@ def test_a_reader_that_goes_away_is_no_traceback(api):
     assert process.wait(timeout=60) == 1
     assert err == ""
     process.stderr.close()
+
+
+def test_on_a_terminal_progress_is_drawn_and_standard_output_stays_clean(api):
+    pty = pytest.importorskip("pty")
+    api.deployment("d")
+    api.hot_load("h", statuses=["IN_PROGRESS", "COMPLETED"])
+    reader, writer = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cwtrain", "hotload", "wait", "h"],
+        env={**os.environ, **api.env, "TERM": "xterm", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=writer,
+    )
+    os.close(writer)
+    drawn: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # which is how the end of a terminal looks
+            while part := os.read(reader, 65536):
+                drawn.append(part)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    out, _ = process.communicate(timeout=60)
+    reading.join(60)
+    os.close(reader)
+    assert process.returncode == 0
+    assert json.loads(out)["status"]["state"] == "COMPLETED"
+    assert b"hot-load h (v1): COMPLETED" in b"".join(drawn)
+    assert b"\x1b[" in b"".join(drawn)
 
 
 def test_python_m_cwtrain_is_the_same_program(api):

@@ -28,6 +28,7 @@ class TinyApi:
         self.statuses: dict[str, list[str]] = {}
         self.log: list[tuple[str, str, dict[str, str], Any]] = []
         self.gone_after_delete = True
+        self.largest_page = 1000
         self.date = date
         self._failures: list[tuple[str, str, int, Any]] = []
         self._lock = threading.Lock()
@@ -140,7 +141,7 @@ class TinyApi:
         if not rest:
             wanted = query.get("parentDeploymentId")
             found = [one for one in self.hot_loads if wanted in (None, one["spec"]["deploymentId"])]
-            size, start = int(query.get("maxPageSize") or 50), int(query.get("pageToken") or 0)
+            size, start = min(int(query.get("maxPageSize") or 50), self.largest_page), int(query.get("pageToken") or 0)
             page = {"hotLoads": found[start : start + size]}
             return 200, {**page, "nextPageToken": str(start + size)} if start + size < len(found) else page
         hot_load_id, _, part = rest.partition("/")
