@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,10 +41,12 @@ class NoReplicas:
     def __init__(self) -> None:
         self.replicas: dict[str, Replica] = {}
         self.loads: list[tuple[str, str, int]] = []
+        self.on_hello: Callable[[Replica], None] = lambda replica: None
 
     def add(self, name: str, *, zone: str, deployment_id: str, ordinal: int) -> Replica:
-        self.replicas[name] = Replica(name, zone, deployment_id, ordinal, writer=cast("Any", object()))
-        return self.replicas[name]
+        replica = self.replicas[name] = Replica(name, zone, deployment_id, ordinal, writer=cast("Any", object()))
+        self.on_hello(replica)
+        return replica
 
     def get(self, name: str) -> Replica | None:
         return self.replicas.get(name)
@@ -52,7 +54,7 @@ class NoReplicas:
     def of_deployment(self, deployment_id: str) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.deployment_id == deployment_id]
 
-    def load(self, replica: Replica, load_id: str, chain: Any) -> None:
+    def load(self, replica: Replica, load_id: str, chain: Any, *, staggered: bool) -> None:
         replica.load_id = load_id
         self.loads.append((replica.name, load_id, len(chain)))
 
@@ -85,6 +87,7 @@ class Plane:
             root=tmp_path / "replicas",
         )
         self.controller.pool = cast("Pool", self.pool)
+        self.pool.on_hello = self.controller.restore
         self.controller.listeners = NoListeners()
         self.service = Service(
             settings=self.settings,
@@ -637,6 +640,17 @@ def test_base_weights_that_cannot_be_loaded_are_an_error_that_a_hot_load_mends(p
     plane.report("READY", "v1", load_id=mine)
     plane.settle()
     assert status() == "READY"
+
+
+def test_a_restore_that_failed_is_tried_again_a_while_later(plane: Plane) -> None:
+    ready_deployment(plane)
+    seen = []
+    for _ in range(5):
+        plane.report("ERROR", "", error="the bucket does not answer")
+        plane.settle()
+        seen.append(len(plane.pool.loads))
+    # Two replicas are told at the start, and again every two seconds.
+    assert seen == [4, 4, 6, 6, 8]
 
 
 def test_names_of_replicas() -> None:

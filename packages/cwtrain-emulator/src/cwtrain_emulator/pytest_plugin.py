@@ -63,23 +63,28 @@ def bucket(emulator: Emulator) -> Bucket:
     return Bucket(emulator.bucket, client)
 
 
+@pytest.fixture(scope="session")
+def _emulator_gateway(emulator: Emulator) -> str:
+    """Give the id of the gateway that all `deployment` fixtures use."""
+    body = {
+        "name": f"gateway-{uuid.uuid4().hex[:8]}",
+        "zones": ["US-EAST-04A"],
+        "coreWeaveAuth": {},
+        "bodyBasedRouting": {"apiType": "API_TYPE_OPENAI"},
+    }
+    return str(_call(emulator, "POST", "/gateways", body)["gateway"]["spec"]["id"])
+
+
 @pytest.fixture
-def deployment(emulator: Emulator) -> Iterator[dict[str, Any]]:
+def deployment(emulator: Emulator, _emulator_gateway: str) -> Iterator[dict[str, Any]]:
     """Give a READY deployment with hot-loads and a bucket prefix of its own; it is deleted afterwards.
 
     The dict is the API's: ``deployment["spec"]["id"]``, ``["spec"]["hotLoad"]["pathPrefix"]`` and so on.
     """
     mark = uuid.uuid4().hex[:8]
-    gateway = {
-        "name": f"gateway-{mark}",
-        "zones": ["US-EAST-04A"],
-        "coreWeaveAuth": {},
-        "bodyBasedRouting": {"apiType": "API_TYPE_OPENAI"},
-    }
-    gateway_id = _call(emulator, "POST", "/gateways", gateway)["gateway"]["spec"]["id"]
     spec = {
         "name": f"deployment-{mark}",
-        "gatewayIds": [gateway_id],
+        "gatewayIds": [_emulator_gateway],
         "runtime": {"engine": "dynamo-vllm"},
         "resources": {"instanceType": "gd-8xh100ib-i128", "gpuCount": 1},
         "model": {"name": f"model-{mark}", "bucket": emulator.bucket, "path": f"test-{mark}/base"},
@@ -94,7 +99,6 @@ def deployment(emulator: Emulator) -> Iterator[dict[str, Any]]:
     deployment_id = _call(emulator, "POST", "/deployments", spec)["deployment"]["spec"]["id"]
     yield _wait_ready(emulator, deployment_id)
     _call(emulator, "DELETE", f"/deployments/{deployment_id}")
-    # The gateway goes when the deployment has gone, which takes a moment; nothing here needs to wait for that.
 
 
 def _wait_ready(emulator: Emulator, deployment_id: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ __all__ = ["ServeError", "description", "lock_state_dir", "serve"]
 _log = logging.getLogger("cwtrain_emulator.serve")
 
 _GRACE_SECONDS = 1.0
+_PARENT_SECONDS = 1.0
 
 
 class ServeError(RuntimeError):
@@ -349,7 +350,12 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 
 def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
+    """Stop when standard input ends, which the parent holds open, or when the parent is another one than now.
+
+    The second is for a parent with forked children, which hold the pipe open after its death.
+    """
     loop = asyncio.get_running_loop()
+    parent = os.getppid()
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -357,4 +363,11 @@ def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(stop.set)
 
+    def look() -> None:
+        if os.getppid() != parent:
+            stop.set()
+        else:
+            loop.call_later(_PARENT_SECONDS, look)
+
+    look()
     threading.Thread(target=watch, daemon=True).start()

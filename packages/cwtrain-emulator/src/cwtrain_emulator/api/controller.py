@@ -27,6 +27,7 @@ _log = logging.getLogger("cwtrain_emulator.controller")
 _RESTORE = "restore"
 _MAX_DEATHS = 3
 _IDLE_SECONDS = 1.0
+_RETRY_SECONDS = 2.0
 
 
 class Listeners(Protocol):
@@ -58,6 +59,7 @@ class Controller:
         self._root = root
         self._wake = asyncio.Event()
         self._deaths: Counter[tuple[str, str]] = Counter()
+        self._retry_at: dict[str, float] = {}
         self._removals: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self.pool: Pool
         self.listeners: Listeners
@@ -143,7 +145,17 @@ class Controller:
         for ordinal, name in enumerate(replica_names(deployment, self._replicas)):
             if self.pool.get(name) is None and name not in self._removals:
                 self.pool.add(name, zone=zone, deployment_id=deployment.id, ordinal=ordinal)
+        self._retry_restores(deployment, now)
         self._settle_deployment(deployment, now)
+
+    def _retry_restores(self, deployment: Resource, now: float) -> None:
+        """Try again what a replica could not restore, a while later: the bucket may have been away."""
+        if self._store.active_hot_load(deployment.id) is not None:
+            return
+        for replica in self.pool.of_deployment(deployment.id):
+            failed = replica.connected and replica.load_id == _RESTORE and replica.state == "ERROR"
+            if failed and self._retry_at.get(replica.name, 0.0) <= now:
+                self.restore(replica)
 
     def _settle_deployment(self, deployment: Resource, now: float) -> None:
         """A deployment is READY when its replicas are up, and in ERROR while its base weights cannot be loaded."""
@@ -213,7 +225,8 @@ class Controller:
         deployment = self._store.resource("deployment", replica.deployment_id)
         if deployment is None:
             return
-        self.pool.load(replica, _RESTORE, self._restore_chain(deployment))
+        self._retry_at[replica.name] = self._clock() + _RETRY_SECONDS
+        self.pool.load(replica, _RESTORE, self._restore_chain(deployment), staggered=False)
 
     def _restore_chain(self, deployment: Resource) -> list[ChainEntry]:
         completed = self._store.latest_completed(deployment.id)
@@ -227,7 +240,7 @@ class Controller:
         if self._deaths[row.id, replica.name] >= _MAX_DEATHS:
             self._note(row, replica, "ERROR", f"the replica died {_MAX_DEATHS} times while it loaded {row.identity}")
             return
-        self.pool.load(replica, row.id, [ChainEntry.from_json(entry) for entry in row.chain])
+        self.pool.load(replica, row.id, [ChainEntry.from_json(entry) for entry in row.chain], staggered=True)
 
     def replica_changed(self, replica: Replica) -> None:
         """Take note of a replica's news."""

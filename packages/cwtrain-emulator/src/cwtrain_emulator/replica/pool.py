@@ -149,12 +149,13 @@ class Pool:
         found = [replica for replica in self._replicas.values() if replica.deployment_id == deployment_id]
         return sorted(found, key=lambda replica: replica.ordinal)
 
-    def load(self, replica: Replica, load_id: str, chain: Sequence[ChainEntry]) -> None:
-        """Tell a connected replica to materialise a chain and to serve it."""
+    def load(self, replica: Replica, load_id: str, chain: Sequence[ChainEntry], *, staggered: bool) -> None:
+        """Tell a connected replica to materialise a chain and to serve it; if `staggered`, later than its neighbour."""
         replica.load_id = load_id
         if replica.writer is not None:
-            order = {"op": "load", "load_id": load_id, "chain": [entry.to_json() for entry in chain]}
-            write_frame(replica.writer, order)
+            delay = self._swap_delay * replica.ordinal if staggered else 0.0
+            entries = [entry.to_json() for entry in chain]
+            write_frame(replica.writer, {"op": "load", "load_id": load_id, "chain": entries, "delay": delay})
 
     async def ask(self, replica: Replica, head: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request and return the answer's head and payload; raise ReplicaError."""
@@ -230,7 +231,6 @@ class Pool:
             "root": str(replica.directory),
             "s3": self._s3,
             "seed": self._seed,
-            "swap_delay": self._swap_delay * replica.ordinal,
         }
         assert replica.process.stdin is not None
         with contextlib.suppress(ConnectionError):

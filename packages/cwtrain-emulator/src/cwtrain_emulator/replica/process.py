@@ -100,7 +100,7 @@ class Replica:
             self._send_state(order, "ERROR", error=str(exc))
             return
         # Replicas swap at different moments, as they do in a fleet.
-        await asyncio.sleep(self._settings["swap_delay"])
+        await asyncio.sleep(order["delay"])
         self._served = served
         self._send_state(order, "READY")
         if self._workshop is not None:
