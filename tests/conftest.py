@@ -44,6 +44,9 @@ def _isolate(environ: os._Environ[str]) -> Path:
     environ["AWS_CONFIG_FILE"] = str(home / "no-aws-config")
     environ["AWS_SHARED_CREDENTIALS_FILE"] = str(home / "no-aws-credentials")
     environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    # The tests' matrices are tiny: more threads of the linear algebra only get into each other's way, and xdist's.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environ.setdefault(name, "1")
     return home
 
 

@@ -198,7 +198,7 @@ def test_a_lesson_has_the_mean_reward_and_centred_advantages(tmp_path: Path) -> 
     )
     lesson = Alphabet(letters=26).lesson(policy, [SampledGroup(group=Group(prompt=(2, 3), n=2), samples=samples)])
     assert lesson.reward == pytest.approx((1.0 + 1 / 3) / 2)
-    assert (lesson.samples, lesson.tokens, lesson.example) == (2, 5, (2, 3, 4, 5))
+    assert (lesson.samples, lesson.tokens, lesson.example) == (2, 5, ((2, 3), (4, 5)))
     assert lesson.batch.contexts.tolist() == [[3, 2, -1], [4, 3, 2], [3, 2, -1], [9, 3, 2], [10, 9, 3]]
     assert lesson.batch.advantages.sum() == pytest.approx(0)
 

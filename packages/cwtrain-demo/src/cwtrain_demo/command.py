@@ -11,7 +11,7 @@ from cwtrain.errors import ConfigError
 
 __all__ = ["demo"]
 
-_COLUMNS = ("step", "reward", "version", "kind", "bytes", "smaller", "upload", "hot-load", "rollout")
+_COLUMNS = ("step", "reward", "version", "kind", "bytes", "ratio", "hot-load", "rollout")
 
 
 @click.command("demo", cls=Command)
@@ -88,12 +88,11 @@ def demo(
             table.row(
                 step.step,
                 f"{step.reward:.3f}",
-                version.identity,
+                version.version,
                 version.kind.lower(),
                 human_bytes(version.bytes),
                 f"{version.ratio:.1f}x" if version.kind == "DELTA" else "",
-                f"{version.upload_seconds:.2f} s",
-                f"{version.hot_load_seconds:.2f} s",
+                f"{version.upload_seconds + version.hot_load_seconds:.2f} s",
                 step.example,
             )
 

@@ -155,7 +155,7 @@ class _Run:
                 samples=lesson.samples,
                 tokens=lesson.tokens,
                 logprob_mismatches=mismatches,
-                example=_spelled(lesson.example, self.task.letters),
+                example=" ".join(_spelled(part, self.task.letters) for part in lesson.example),
                 seconds=time.monotonic() - started,
             )
         )
@@ -332,5 +332,5 @@ def _size(directory: Path) -> int:
 def _spelled(tokens: Sequence[int], letters: int) -> str:
     """Return tokens as letters, a point for the end token; as numbers where there are more than 26."""
     if letters > 26:
-        return " ".join(map(str, tokens))
+        return ",".join(map(str, tokens))
     return "".join("." if token >= letters else chr(ord("a") + token) for token in tokens)

@@ -9,7 +9,7 @@ from cwtrain_demo.result import DemoResult, Step
 
 __all__ = ["human_bytes", "report_html"]
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 240, 44, 14, 30
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 480, 220, 68, 14, 32
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #5b6570; --line: #d5dae0; --card: #f6f8fa; --page: #ffffff;
@@ -24,10 +24,11 @@ p { margin: .25rem 0; } .soft { color: var(--soft); } .bad { color: var(--bad); 
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .75rem; }
 .card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
+svg { width: 100%; max-width: 36rem; height: auto; display: block; }
+svg text { fill: var(--soft); font: 13px system-ui, sans-serif; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child, .left { text-align: left; }
 code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
@@ -63,7 +64,7 @@ def report_html(result: DemoResult) -> str:
         for name, identity in result.replicas.items()
     )
     examples = "".join(
-        f"<tr><td>{step.step}</td><td><code>{html.escape(step.example)}</code></td></tr>"
+        f"<tr><td>{step.step}</td><td class=left><code>{html.escape(step.example)}</code></td></tr>"
         for step in _some(result.steps, 6)
     )
     return f"""<!doctype html>
@@ -83,12 +84,12 @@ with the alphabet, and every step's weights are hot-loaded into the replicas tha
 <h2>Reward</h2>
 {_reward_chart([step.reward for step in result.steps])}
 <h2>First rollout of a step</h2>
-<div class=wide><table><tr><th>step</th><th>prompt and answer</th></tr>{examples}</table></div>
+<div class=wide><table><tr><th>step</th><th class=left>prompt and answer</th></tr>{examples}</table></div>
 <h2>Bytes of each version</h2>
 {_bytes_chart([(version.kind, version.bytes) for version in result.versions])}
 <h2>Versions</h2>
 <div class=wide><table>
-<tr><th>identity</th><th>kind</th><th>bytes</th><th>times smaller</th><th>bytes changed</th>
+<tr><th>identity</th><th>kind</th><th>bytes</th><th>ratio</th><th>changed</th>
 <th>upload</th><th>hot-load</th></tr>
 {_version_rows(result)}
 </table></div>
@@ -167,7 +168,7 @@ def _bytes_chart(sizes: Sequence[tuple[str, int]]) -> str:
     )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Bytes of each version">'
-        f'<text x="{_LEFT - 8}" y="{_TOP + 4}" text-anchor="end">{human_bytes(largest).replace(" ", "")}</text>'
+        f'<text x="{_LEFT - 8}" y="{_TOP + 4}" text-anchor="end">{human_bytes(largest)}</text>'
         f'<text x="{_LEFT - 8}" y="{_TOP + up}" text-anchor="end">0</text>{bars}{legend}</svg>'
     )
 

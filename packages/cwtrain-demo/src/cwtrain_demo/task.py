@@ -31,7 +31,7 @@ class Lesson:
     batch: Batch
     samples: int
     tokens: int
-    example: tuple[int, ...]
+    example: tuple[tuple[int, ...], tuple[int, ...]]
     """Prompt and answer of the first sample, for people."""
 
 
@@ -94,7 +94,7 @@ class Alphabet:
             batch=Batch(contexts=np.concatenate(contexts), tokens=np.concatenate(tokens), advantages=advantages),
             samples=len(shares),
             tokens=len(earned),
-            example=(*first.group.prompt, *first.samples[0].token_ids),
+            example=(first.group.prompt, first.samples[0].token_ids),
         )
 
 
