@@ -194,12 +194,20 @@ class ProgressLine:
             return
         if self._bar is not None and self._task is not None:
             done, total = _share(event)
-            self._bar.update(self._task, description=event.summary(), completed=done, total=total or None)
+            self._bar.update(self._task, description=_line(event), completed=done, total=total or None)
             return
         mark, now = _mark(event), self._clock()
         if mark != self._mark or now - self._told >= HEARTBEAT:
             self._mark, self._told = mark, now
-            say(event.summary())
+            say(_line(event))
+
+
+def _line(event: ProgressEvent) -> str:
+    """Return the event in one line, an upload with its rate and the time it still takes."""
+    upload = event.upload
+    if upload is None or upload.remaining_seconds is None or upload.sent_bytes >= upload.total_bytes:
+        return event.summary()
+    return f"{event.summary()}, {upload.bytes_per_second / 1e6:.1f} MB/s, {upload.remaining_seconds:.0f} s left"
 
 
 def _mark(event: ProgressEvent) -> tuple[object, ...]:

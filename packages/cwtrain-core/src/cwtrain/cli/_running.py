@@ -22,7 +22,7 @@ class _Watch:
             case HotLoadRequested(hot_load_id=hot_load_id):
                 self._running[:] = [_goes_on(hot_load_id)]
             case HotLoadProgressed(hot_load_id=hot_load_id, state=state, waiting_on=None):
-                ended = HotLoadState(state).terminal
+                ended = state in HotLoadState.__members__ and HotLoadState[state].terminal
                 self._running[:] = [] if ended else [_goes_on(hot_load_id)]
             case _:
                 pass
