@@ -82,7 +82,7 @@ class Servers:
     def check(self) -> None:
         for child in self._running:
             if child.poll() is not None:
-                raise RuntimeError(f"a server ended with {child.returncode}: {child.args}")
+                raise RuntimeError(f"a server ended with {child.returncode}: {child.args!r}")
 
     def stop(self) -> None:
         """Kill them: nothing they hold is wanted any more."""
@@ -97,7 +97,7 @@ def free_ports(count: int, *, also: int = 0) -> int:
     for _ in range(200):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
+            first: int = probe.getsockname()[1]
         wanted = [first + i for i in range(count)]
         wanted += [port + also for port in wanted] if also else []
         if max(wanted) < 65536 and all(_is_free(port) for port in wanted):
@@ -377,7 +377,7 @@ class _Ceph:
 
 
 def _policy() -> dict[str, Any]:
-    """What docs/how-to/grant-access asks for: the trainer reads and writes, never deletes; the reader reads."""
+    """The trainer lists, reads and writes, and never deletes; the reader lists and reads."""
 
     def statement(keys: tuple[str, str], actions: list[str], *resources: str) -> dict[str, Any]:
         return {

@@ -71,7 +71,16 @@ def test_a_change_while_it_is_sent(tmp_path: Path, change: Callable[[Path], None
     store = MemoryStore(faults=[Fault(call=call, key="safetensors", action=lambda: change(tmp_path / "c" / SHARD))])
     sizes = PartSizes(multipart_above_bytes=20_000 if multipart else 1 << 20, part_bytes=8_000)
     with pytest.raises(SnapshotChangedError, match="changed after it was inspected") as changed:
-        upload_objects(files, store=store, location=HERE, identity="v1", sizes=sizes, record_directory=str(tmp_path))
+        # One worker sends in order, so the change is always ahead of what was sent.
+        upload_objects(
+            files,
+            store=store,
+            location=HERE,
+            identity="v1",
+            workers=1,
+            sizes=sizes,
+            record_directory=str(tmp_path),
+        )
     assert changed.value.file == str(tmp_path / "c" / SHARD)
     assert store.uploads == {}
     assert set(store.objects) == {HERE.claim_key("v1")}

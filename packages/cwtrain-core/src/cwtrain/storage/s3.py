@@ -20,6 +20,7 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
+from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
 from cwtrain.storage._translate import translate
 
@@ -220,7 +221,7 @@ def _config(given: Config, profile: Mapping[str, Any], endpoint: str, pool: int)
         ours["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
     s3: dict[str, Any] = dict(getattr(given, "s3", None) or {})
     s3["addressing_style"] = _addressing(s3.get("addressing_style"), endpoint)
-    s3.setdefault("payload_signing_enabled", os.environ.get("CWTRAIN_S3_SIGN_PAYLOAD", "").strip() == "1")
+    s3.setdefault("payload_signing_enabled", StorageConfig.from_env().sign_payload)
     return Config(**ours).merge(given).merge(Config(s3=s3))
 
 
