@@ -521,6 +521,12 @@ def test_a_kill_loses_nothing_and_leaves_no_orphan(tmp_path: Path, model: Files)
         assert api.complete({"model": name, "prompt": [1], "max_tokens": 1}).json()["identity"] == "v1"
         history = api.ok("GET", f"/hotLoads?parentDeploymentId={deployment_id}")["hotLoads"]
         assert [row["spec"]["identity"] for row in history] == ["v1", "v0"]
+        client = boto3_bucket(emulator).client
+        listed = client.list_objects_v2(Bucket=emulator.bucket)["Contents"]
+        assert len(listed) == len(model) + 2
+        for entry in listed:
+            read = client.get_object(Bucket=emulator.bucket, Key=entry["Key"])["Body"].read()
+            assert len(read) == entry["Size"]
         secret_files = [emulator.state_dir / "keys.json", emulator.state_dir / "s3" / "s3.json"]
         assert {path.stat().st_mode & 0o777 for path in secret_files} == {0o600}
 
@@ -604,6 +610,9 @@ def test_a_port_that_is_taken_and_a_missing_key_are_said_so(tmp_path: Path) -> N
             Emulator(tmp_path / "a", port=taken.getsockname()[1]).start()
     with pytest.raises(EmulatorError, match="AWS_ACCESS_KEY_ID"):
         Emulator(tmp_path / "b", s3_endpoint="http://127.0.0.1:1").start()
+    environ = {**os.environ, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    with pytest.raises(EmulatorError, match=r"the bucket cwtrain-weights at http://127\.0\.0\.1:1 cannot be listed"):
+        Emulator(tmp_path / "c", s3_endpoint="http://127.0.0.1:1", environ=environ).start()
 
 
 def test_an_external_store_can_be_used(emulator: Emulator, bucket: Bucket, model: Files) -> None:

@@ -75,7 +75,7 @@ def serve_command(
 
     Prints one JSON line with every URL, token and key, then logs to stderr.
 
-    Example: eval "$(cwtrain emulator serve --env)" does not return; use two terminals, or --state-dir and --port.
+    Example: cwtrain emulator serve --env >emulator.env & (then, when it is there: . ./emulator.env)
     """
     from cwtrain_emulator.s3.weed import WeedError
     from cwtrain_emulator.serve import ServeError, serve

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +30,7 @@ from cwtrain_emulator.gateway.app import Gateway, gateway_app, gateway_routes
 from cwtrain_emulator.gateway.routing import Router
 from cwtrain_emulator.keys import Keys
 from cwtrain_emulator.replica.pool import Pool
-from cwtrain_emulator.s3.client import S3Client, S3Config, credentials_from_env, is_loopback
+from cwtrain_emulator.s3.client import S3Client, S3Config, S3Error, credentials_from_env, is_loopback
 from cwtrain_emulator.s3.weed import WeedServer
 from cwtrain_emulator.settings import Settings
 from cwtrain_emulator.store import Store
@@ -222,7 +223,9 @@ class _Emulator:
         settings = self._settings
         if settings.s3_endpoint is not None:
             access, secret, token = credentials_from_env(settings.environ)
-            return settings.s3_endpoint.rstrip("/"), (access, secret), token
+            endpoint = settings.s3_endpoint.rstrip("/")
+            await _check_bucket(S3Config(endpoint, access, secret, settings.region, token), settings.bucket)
+            return endpoint, (access, secret), token
         preferred = self.store.get_meta("s3_port")
         self._weed = WeedServer(
             settings.state_dir / "s3",
@@ -234,6 +237,14 @@ class _Emulator:
         await self._weed.start()
         self.store.set_meta("s3_port", str(self._weed.port))
         return self._weed.endpoint, self.keys.s3_service, ""
+
+
+async def _check_bucket(config: S3Config, bucket: str) -> None:
+    """Raise ServeError unless a given store has the bucket and lets us list it."""
+    try:
+        await asyncio.to_thread(S3Client(config, timeout=10.0).list_objects, bucket, f"{uuid.uuid4()}/")
+    except S3Error as exc:
+        raise ServeError(f"the bucket {bucket} at {config.endpoint} cannot be listed: {exc}") from exc
 
 
 def description(service: Service) -> dict[str, Any]:
