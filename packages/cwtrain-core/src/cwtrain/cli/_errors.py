@@ -20,8 +20,15 @@ INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 
 
-class Terminated(BaseException):
-    """SIGTERM arrived. Not an ``Exception``, so that nothing but clean-up code sees it."""
+class Terminated(SystemExit):
+    """SIGTERM arrived. Not an ``Exception``, so that nothing but clean-up code sees it.
+
+    A ``SystemExit``, because an event loop swallows every other exception that a signal raises inside one of its
+    callbacks, and the process would go on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
 
 
 @attrs.frozen(kw_only=True)
