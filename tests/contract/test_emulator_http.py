@@ -483,8 +483,7 @@ def boto3_bucket(emulator: Emulator) -> Bucket:
 
 def test_a_kill_loses_nothing_and_leaves_no_orphan(tmp_path: Path, model: Files) -> None:
     """Killed in the middle of a hot-load and started again on the same state, it finishes that hot-load."""
-    slow = Emulator(tmp_path / "state", extra_args=["--swap-delay=1.5"], report_identity=True)
-    with slow as emulator:
+    with Emulator(tmp_path / "state", report_identity=True) as emulator:
         api = Api(emulator.base_url, emulator.admin_token)
         gateway = api.gateway()
         made = api.deployment(gateway["spec"]["id"], emulator.bucket)
@@ -494,10 +493,10 @@ def test_a_kill_loses_nothing_and_leaves_no_orphan(tmp_path: Path, model: Files)
         api.completed(deployment_id, "v0")
         old, new = changed(model, seed=3)
         upload(bucket, made, "v1", tiny_delta.delta_snapshot(old, new, version="v1", base_version="v0"))
+        # A replica that stands still keeps the hot-load on its way: no other, no update.
+        os.kill(api.own("/state")["deployments"][0]["replicas"][1]["pid"], signal.SIGSTOP)
         mine = str(uuid.uuid4())
         api.hot_load(deployment_id, "v1", "v0", hotLoadId=mine)
-
-        # The second replica waits before it swaps, so the hot-load is on its way: no other, no update.
         status, code, message = api.refused("POST", "/hotLoads", hot_load_body(deployment_id, "v1", "v0"))
         assert (status, code) == (400, 9)
         assert "already in progress" in message

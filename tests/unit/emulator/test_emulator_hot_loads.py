@@ -592,6 +592,33 @@ def test_a_restarted_replica_returns_to_the_last_completed_identity_and_then_to_
     assert plane.store.replicas(mine)[0].identity == "v0"
 
 
+def test_after_a_restart_no_replica_counts_as_ready_before_it_says_so_again(plane: Plane) -> None:
+    deployment_id = ready_deployment(plane)
+    plane.bucket.put("w", "runs/v1/", FULL)
+    mine = plane.hot_load(deploymentId=deployment_id, identity="v1", type=1)["spec"]["id"]
+    first = plane.pool.replicas["dep-00"]
+    first.state, first.identity = "READY", "v1"
+    plane.controller.replica_changed(first)
+    # The service starts again: the replicas are new processes.
+    plane.pool.replicas.clear()
+    plane.controller.start(cast("Pool", plane.pool), NoListeners())
+    first, second = plane.pool.replicas.values()
+    second.state, second.load_id = "READY", "restore"
+    plane.controller.replica_changed(second)
+    second.state, second.identity, second.load_id = "READY", "v1", mine
+    plane.controller.replica_changed(second)
+    assert plane.store.hot_load(mine).state == "IN_PROGRESS"  # type: ignore[union-attr]
+    assert [(row.name, row.state) for row in plane.store.replicas(mine)] == [
+        ("dep-00", "PENDING_UPDATE"),
+        ("dep-01", "READY"),
+    ]
+    first.state, first.load_id = "READY", "restore"
+    plane.controller.replica_changed(first)
+    first.state, first.identity, first.load_id = "READY", "v1", mine
+    plane.controller.replica_changed(first)
+    assert plane.store.hot_load(mine).state == "COMPLETED"  # type: ignore[union-attr]
+
+
 def test_a_replica_that_keeps_dying_over_a_hot_load_fails_it(plane: Plane) -> None:
     deployment_id = ready_deployment(plane)
     plane.bucket.put("w", "runs/v1/", FULL)

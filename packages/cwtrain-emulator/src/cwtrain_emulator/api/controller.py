@@ -73,9 +73,22 @@ class Controller:
             if deployment is None or deployment.status == "DELETING":
                 self.fail_hot_load(row, "DeploymentDeleted", "the deployment was deleted")
                 continue
-            names = replica_names(deployment, self._replicas)
-            self._store.drop_replicas(row.id, {known.name for known in self._store.replicas(row.id)} - set(names))
+            self._forget_progress(row, replica_names(deployment, self._replicas))
+        for deployment in self._store.resources("deployment"):
+            latest = self._store.latest_hot_load(deployment.id)
+            if latest is not None and latest.state == "COMPLETED":
+                self._forget_progress(latest, replica_names(deployment, self._replicas))
         self.reconcile()
+
+    def _forget_progress(self, hot_load: HotLoadRow, names: list[str]) -> None:
+        """Note that no replica is where it was in a hot-load: all of them are new processes now, or gone."""
+        now = self._clock()
+        known = self._store.replicas(hot_load.id)
+        self._store.drop_replicas(hot_load.id, {row.name for row in known} - set(names))
+        for row in known:
+            if row.name in names:
+                began = ReplicaRow(hot_load.id, row.name, row.zone, "PENDING_UPDATE", "", now, now)
+                self._store.put_replica(began)
 
     async def run(self) -> None:
         """Reconcile for ever."""

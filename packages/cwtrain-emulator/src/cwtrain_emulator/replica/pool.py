@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -251,15 +252,20 @@ class Pool:
             replica.writer, replica.pid = writer, int(hello["pid"])
             self._on_hello(replica)
             while True:
-                self._received(replica, *await read_frame(reader))
+                frame = await read_frame(reader)
+                if replica.writer is not writer:
+                    # The process has ended, and this was still on its way: news of the dead.
+                    return
+                self._received(replica, *frame)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError):
             return
         finally:
             writer.close()
-            if replica is not None and replica.writer is writer and replica.process is not None:
-                # Its connection is gone, so it is of no use even if it still runs.
+            if replica is not None and replica.writer is writer and replica.wanted and replica.process is not None:
+                # Its connection is gone, so it is of no use even if it still runs. Not by `process.kill`, which would
+                # take the exit status of one that has ended away from the loop.
                 with contextlib.suppress(ProcessLookupError):
-                    replica.process.kill()
+                    os.kill(replica.process.pid, signal.SIGKILL)
 
     def _received(self, replica: Replica, head: dict[str, Any], payload: bytes) -> None:
         if head["op"] == "state":
