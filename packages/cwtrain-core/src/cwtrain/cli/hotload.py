@@ -183,12 +183,15 @@ def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
 @pass_context
 def status(ctx: Context, hot_load_id: str) -> None:
     """Print a hot-load and where each replica is."""
+    from cwtrain.hotload.operations import warn_about_stragglers
     from cwtrain.infra._wire import hot_load_to_json, replica_to_json
 
     with ctx.client() as client:
         found = client.get_hot_load(hot_load_id)
-        replicas = [replica_to_json(replica) for replica in client.list_hot_load_replicas(hot_load_id)]
-    ctx.out.data({"hot_load": hot_load_to_json(found), "replicas": replicas}, ids=[found.id])
+        replicas = list(client.list_hot_load_replicas(hot_load_id))
+    warn_about_stragglers(found, replicas)
+    shown = [replica_to_json(replica) for replica in replicas]
+    ctx.out.data({"hot_load": hot_load_to_json(found), "replicas": shown}, ids=[found.id])
 
 
 @hotload.command(cls=Command, example="cwtrain hotload cancel 5d0a...")

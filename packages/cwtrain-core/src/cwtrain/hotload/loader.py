@@ -52,7 +52,7 @@ from cwtrain.models.sync import SnapshotChoice
 from cwtrain.snapshots import inspect_snapshot
 from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import manifest_to_bytes, parse_manifest
-from cwtrain.storage import Location, ObjectStore, UploadProgress, UploadReport
+from cwtrain.storage import Location, ObjectStore, UploadProgress, UploadReport, s3_client
 
 if TYPE_CHECKING:
     from cwtrain.infra.client import InferenceClient
@@ -141,6 +141,12 @@ class HotLoader:
     @property
     def store(self) -> ObjectStore:
         """The object store of the deployment's snapshots."""
+        return self._store(8)
+
+    def _store(self, workers: int) -> ObjectStore:
+        if self._s3 is None:
+            # One client for the loader's life: making one costs more than most requests.
+            self._s3 = s3_client(max_pool_connections=max(64, workers))
         return store_for(self.target.bucket, self._s3)
 
     def hot_loads(self) -> list[HotLoad]:
@@ -462,7 +468,7 @@ class HotLoader:
 
         report = upload_with_manifest(
             snapshot,
-            store=store_for(self.target.bucket, self._s3, workers=workers),
+            store=self._store(workers),
             location=self.location,
             identity=identity,
             workers=workers,

@@ -262,6 +262,7 @@ def _wait(
         describe=_in_words,
         on_progress=report,
         timeout_error=too_late,
+        eager=True,
         clock=clock,
         sleep=sleep,
     )
@@ -295,6 +296,7 @@ def _delete(
         poll_interval=poll_interval,
         describe=lambda answer: answer.text,
         timeout_error=too_late,
+        eager=True,
         clock=clock,
         sleep=sleep,
     )
@@ -331,6 +333,7 @@ def _delete(
         describe=_in_words,
         on_progress=on_progress,
         timeout_error=too_late,
+        eager=True,
         clock=clock,
         sleep=sleep,
     )
