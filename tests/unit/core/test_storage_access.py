@@ -25,9 +25,11 @@ def test_everything_allowed_and_nothing_left() -> None:
     assert report.refused == ()
     report.raise_for_refused()
     assert (store.objects, store.uploads) == ({}, {})
-    assert tuple(
-        call for call, key in store.calls if key.startswith("rl/_preflight/")
-    ) == ("head", "create_upload", "abort_upload")
+    assert tuple(call for call, key in store.calls if key.startswith("rl/_preflight/")) == (
+        "head",
+        "create_upload",
+        "abort_upload",
+    )
 
 
 @pytest.mark.parametrize(
