@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from cwtrain_emulator.admin import admin_routes
 from cwtrain_emulator.api.app import make_app
-from cwtrain_emulator.api.controller import Controller
+from cwtrain_emulator.api.controller import Controller, replica_names
 from cwtrain_emulator.api.edge import Edge
 from cwtrain_emulator.api.service import Service, gateway_zones
 from cwtrain_emulator.gateway.app import Gateway, gateway_app, gateway_routes
@@ -40,6 +40,7 @@ __all__ = ["ServeError", "description", "lock_state_dir", "serve"]
 _log = logging.getLogger("cwtrain_emulator.serve")
 
 _GRACE_SECONDS = 1.0
+_RESTORE_SECONDS = 30.0
 _PARENT_SECONDS = 1.0
 
 
@@ -205,6 +206,19 @@ class _Emulator:
         self._listeners.listen("", make_app(self.service, routes), self._listening)
         self._loop_task = asyncio.create_task(controller.run())
         self.store.set_meta("port", str(port))
+        await self._replicas_are_back(pool)
+
+    async def _replicas_are_back(self, pool: Pool) -> None:
+        """Wait, within reason, until the replicas of the last run serve what they served."""
+        deadline = time.monotonic() + _RESTORE_SECONDS
+        names = [
+            name for row in self.store.resources("deployment") for name in replica_names(row, self._settings.replicas)
+        ]
+        while time.monotonic() < deadline:
+            replicas = [pool.get(name) for name in names]
+            if all(replica is None or replica.restored for replica in replicas):
+                return
+            await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         """Take everything down."""

@@ -184,7 +184,7 @@ def _conditions(resource: Resource) -> list[dict[str, Any]]:
 def _parse_time(text: str) -> float:
     try:
         # A plus sign in a query string that was not escaped arrives as a blank.
-        moment = dt.datetime.fromisoformat(text.strip().replace(" ", "+"))
+        moment = dt.datetime.fromisoformat(text.strip().upper().replace(" ", "+"))
         return (moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)).timestamp()
     except (ValueError, OverflowError):
         raise invalid(("updatedAfter", "must be an RFC 3339 time")) from None

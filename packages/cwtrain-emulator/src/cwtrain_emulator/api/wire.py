@@ -2,7 +2,8 @@
 
 `Reader` takes one message of a request apart and collects every problem, so that a refusal names them all. As in any
 proto3 JSON reader a field may come as lowerCamelCase or snake_case, null means absent, an enum may be a name or a
-number, an integer may be a string, and unknown fields are ignored.
+number, an integer may be a string, and unknown fields are ignored. Names of enums are taken in any case, and with or
+without their prefix.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Reader:
 
     def _enum(self, value: object, name: str, enum: str) -> str:
         prefix, members = ENUMS[enum]
-        if isinstance(value, str) and value.startswith(prefix) and value[len(prefix) :] in members:
-            return value[len(prefix) :]
+        if isinstance(value, str) and value.upper().removeprefix(prefix) in members:
+            return value.upper().removeprefix(prefix)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(members):
             return members[value]
         self.problem(name, f"must be one of {', '.join(prefix + member for member in members)}")
