@@ -24,8 +24,11 @@ def test_fields_come_in_either_spelling_and_null_is_absent() -> None:
 
 
 def test_enums_come_as_names_or_numbers() -> None:
-    reader, problems = _reader({"a": "SNAPSHOT_TYPE_FULL", "b": 2, "c": "FULL", "d": 7, "e": True})
+    reader, problems = _reader(
+        {"a": "SNAPSHOT_TYPE_FULL", "b": 2, "f": "FULL", "g": "incremental", "c": "SNAPSHOT_TYPE_", "d": 7, "e": True}
+    )
     assert [reader.enum(name, "SnapshotType") for name in "abx"] == ["FULL", "INCREMENTAL", "UNSPECIFIED"]
+    assert [reader.enum(name, "SnapshotType") for name in "fg"] == ["FULL", "INCREMENTAL"]
     for name in "cde":
         assert reader.enum(name, "SnapshotType") == "UNSPECIFIED"
     assert [field for field, _ in problems] == ["c", "d", "e"]
