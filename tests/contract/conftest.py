@@ -1,11 +1,17 @@
-"""Real S3 servers, started once for the whole run and only when a test asks for them."""
+"""Real S3 servers and what the conformance tests share, made once for the whole run and only when a test asks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from cwtrain_emulator.emulator import Emulator
+from cwtrain_emulator.engine.model_io import make_model
+from cwtrain_emulator.pytest_plugin import Bucket
+from helpers.conformance import bucket_of
+from helpers.emulator_api import Api
 from helpers.requirements import require
 from helpers.s3_servers import S3Server, ceph, seaweedfs, server_directory
 
@@ -21,3 +27,32 @@ def ceph_server() -> Iterator[S3Server]:
     require("ceph")
     with server_directory() as directory, ceph(directory) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def service(emulator: Emulator) -> Iterator[Api]:
+    """The API with the role Inference Admin."""
+    made = Api(emulator.base_url, emulator.admin_token)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def common_gateway(service: Api) -> str:
+    """The id of a READY gateway in one zone."""
+    found: str = service.gateway()["spec"]["id"]
+    return found
+
+
+@pytest.fixture(scope="session")
+def store(emulator: Emulator) -> Bucket:
+    """The bucket, with one client for the whole run."""
+    return bucket_of(emulator)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The files of a very small model of the emulator's own engine."""
+    directory = tmp_path_factory.mktemp("tiny-model")
+    make_model(directory, vocab_size=8, hidden_size=2, context=1, seed=1, max_length=32)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
