@@ -7,6 +7,8 @@ import pytest
 import zstandard
 
 from cwtrain.snapshots import _codec
+from cwtrain.snapshots._decoder import Decoder, decoded_pieces
+from cwtrain.snapshots._zstd import ENCODERS, encoder_library
 from helpers import snapshot_files as sf
 
 CHUNK = _codec.CHUNK_BYTES
@@ -77,21 +79,23 @@ def test_checksums_are_padded():
     assert _codec.adler32_hex(_codec.adler32(b"c", _codec.adler32(b"ab"))) == f"{zlib.adler32(b'abc'):08x}"
 
 
-def test_decoding_yields_small_pieces_even_of_a_bomb():
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_bomb_is_decoded_in_a_small_buffer_or_refused(encoder):
     bomb = sf.frame(bytes(256 << 20))
     view = memoryview(bomb)
-    sizes = [len(piece) for piece in _codec.decode_frame(_codec._reader(view), len(view), size=256 << 20)]
-    assert sum(sizes) == 256 << 20
-    assert max(sizes) <= 1 << 20
+    decoder = Decoder(encoder_library(encoder))
+    buffer = memoryview(bytearray(CHUNK))
+    pieces = decoded_pieces(decoder.open(_codec._reader(view), len(view), size=256 << 20), buffer)
+    assert sum(map(len, pieces)) == 256 << 20
     with pytest.raises(_codec.FrameError, match="claims"):
-        next(_codec.decode_frame(_codec._reader(view), len(view), size=16))
-    stream = sf.streamed_frame(bytes(64 << 20))
-    view = memoryview(stream)
-    with pytest.raises(_codec.FrameError, match="more than the 16 bytes"):
-        next(_codec.decode_frame(_codec._reader(view), len(view), size=16))
+        decoder.fill(_codec._reader(view), len(view), buffer[:16])
+    view = memoryview(sf.streamed_frame(bytes(64 << 20)))
+    with pytest.raises(_codec.FrameError, match="decodes to more"):
+        decoder.fill(_codec._reader(view), len(view), buffer[:16])
 
 
-def test_frames_larger_than_the_read_buffer():
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_frames_larger_than_the_read_buffer(encoder):
     raw = random.Random(3).randbytes(3 * CHUNK + 17)  # does not compress: raw blocks
-    view = memoryview(sf.frame(raw))
-    assert b"".join(_codec.decode_frame(_codec._reader(view), len(view), size=len(raw))) == raw
+    assert _codec.decode_xor(sf.frame(raw), bytes(len(raw)), encoder) == raw
+    assert _codec.decode_xor(sf.streamed_frame(raw), bytes(len(raw)), encoder) == raw

@@ -100,8 +100,8 @@ def claims(size):
         (lambda data: struct.pack("<IBB", 0xFD2FB528, 0, 0xFF) + b"\x01\0\0", "needs a window", True),
         (lambda data: struct.pack("<IBBB", 0xFD2FB528, 0x21, 7, 0) + b"\x01\0\0", "needs a dictionary", True),
         (lambda data: struct.pack("<IBB", 0xFD2FB528, 0x28, 0) + b"\x01\0\0", "reserved bit", True),
-        (lambda data: struct.pack("<IBB", 0xFD2FB528, 0x00, 0x38) + b"\x07\0\0", "format does not allow", True),
-        (lambda data: struct.pack("<IBB", 0xFD2FB528, 0x00, 0x38) + b"\x02\0\x11x", "format does not allow", True),
+        (lambda data: struct.pack("<IBB", 0xFD2FB528, 0x00, 0x38) + b"\x07\0\0", "is damaged", True),
+        (lambda data: struct.pack("<IBB", 0xFD2FB528, 0x00, 0x38) + b"\x02\0\x11x", "is damaged", True),
     ],
 )
 def test_damaged_and_hostile_frames_are_refused(tmp_path, base, make_frame, words, alone):

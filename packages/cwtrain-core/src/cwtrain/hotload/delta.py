@@ -1,4 +1,4 @@
-"""Writers of snapshot directories: a delta between two checkpoints, and a full snapshot with checksums.
+"""Writers of snapshot directories: deltas, full snapshots with checksums, and what leads from one to the other.
 
     from cwtrain.hotload.delta import write_delta
 
@@ -7,14 +7,16 @@
 
 They work on bytes, so every dtype is like any other, NaN payloads and the sign of zero count, and torch is not needed.
 Files are read in blocks, never mapped. A directory appears under its name when it is complete and on the disk.
+
+Memory, whatever the sizes of tensors and files: at most 64 MiB and 16 MiB for each worker, beside the headers. There is
+a worker for each core that the process may use, as long as they fit in ``memory_bytes`` (320 MiB where it is not
+given).
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,36 +25,41 @@ import attrs
 
 from cwtrain.errors import ChecksumError, ConfigError
 from cwtrain.models.snapshot import INDEX_NAME
-from cwtrain.snapshots._files import RegularFile
-from cwtrain.snapshots._write import (
-    Spill,
-    SpillWriter,
-    require_space,
-    run_parallel,
-    staged_directory,
-    synced_file,
-    worker_count,
-)
+from cwtrain.snapshots._parallel import worker_count
+from cwtrain.snapshots._write import Spill, require_space, staged_directory
+from cwtrain.snapshots.changes import open_delta
 from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, checkpoint_of, open_checkpoint, raise_problems
-from cwtrain.snapshots.header import build_header
 from cwtrain.snapshots.identity import version_number
-from cwtrain.snapshots.index import dump_index, is_delta
+from cwtrain.snapshots.index import is_delta
 from cwtrain.snapshots.inspect import Inspection, scan
-from cwtrain.snapshots.verify import tensor_checksum
+from cwtrain.snapshots.verify import raise_wrong
 
 if TYPE_CHECKING:
-    from cwtrain.snapshots._codec import DeltaEncoder
+    from cwtrain.snapshots._codec import EncodedTensor
+    from cwtrain.snapshots._delta_files import DeltaFiles
+    from cwtrain.snapshots._sweep import Swept
 
-__all__ = ["DeltaStats", "checkpoint_checksums", "write_delta", "write_full_snapshot"]
+__all__ = [
+    "AppliedDelta",
+    "DeltaStats",
+    "apply_delta",
+    "checkpoint_checksums",
+    "convert_delta",
+    "write_delta",
+    "write_full_snapshot",
+]
+
+OnProgress = Callable[[int, int], object]
+"""Called with the bytes of tensors that are done, and of all: by several threads, one at a time."""
 
 _SHARD_BYTES = 4 << 30
-_SPILL_BYTES = 32 << 20
+_SPILL_BYTES = 16 << 20
 _EXAMPLES = 5
 
 
 @attrs.frozen(kw_only=True)
 class DeltaStats:
-    """What ``write_delta`` wrote."""
+    """What ``write_delta`` or ``convert_delta`` wrote."""
 
     path: Path
     version: str
@@ -71,6 +78,8 @@ class DeltaStats:
     shards: int
     workers: int
     seconds: float
+    encoder: str = ""
+    """How the frames were made: ``sequences``, or ``public`` where the faster way is not available."""
 
     @property
     def ratio(self) -> float:
@@ -89,14 +98,19 @@ class DeltaStats:
 
 
 @attrs.frozen(kw_only=True)
-class _Changed:
-    """One changed tensor, encoded."""
+class AppliedDelta:
+    """What ``apply_delta`` wrote."""
 
-    name: str
-    checksum: str
-    frame_bytes: int
-    changed_bytes: int
-    stored: list[bytes | tuple[int, int]]
+    path: Path
+    version: str
+    """The delta's version: that of the new snapshot."""
+    base_version: str
+    tensors: int
+    changed_tensors: int
+    """Tensors that the delta holds."""
+    raw_bytes: int
+    workers: int
+    seconds: float
 
 
 def write_delta(
@@ -108,52 +122,140 @@ def write_delta(
     base_version: int | str,
     workers: int | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    memory_bytes: int | None = None,
+    on_progress: OnProgress | None = None,
 ) -> DeltaStats:
     """Write the directory ``out`` that leads from the checkpoint ``base`` to ``new``, and return what is in it.
 
     ``base`` and ``new`` are directories of full checkpoints, or single ``.safetensors`` files. ``version`` and
-    ``base_version`` are numbers, written with at least six digits. ``workers`` threads encode (default: one per usable
-    core, at most 8). A shard takes frames until ``shard_bytes`` are reached. The same input gives the same files,
-    whatever ``workers``.
+    ``base_version`` are numbers, written with at least six digits. ``workers`` threads encode, all of them also one
+    huge tensor. A shard takes frames until it has ``shard_bytes``. The same input gives the same files, whatever
+    ``workers``.
 
-    Memory: at most 48 MiB and 16 MiB for each worker, whatever the sizes of tensors and files, beside the headers. The
-    disk needs twice the delta's size for a moment if that exceeds 32 MiB; as the size is not known before, one sixty-
-    fourth of the checkpoint must be free to begin with, and the exact rest before the shards are written.
+    As the delta's size is not known before, one sixty-fourth of the checkpoint must be free on the disk to begin with.
 
     Raises SnapshotLayoutError where the two differ in names, dtypes or shapes (with examples of both sides), or where
     one of them is no complete checkpoint; SnapshotChangedError if a file changes meanwhile; SnapshotError if ``out``
     exists and is not empty, or the disk has no room; ConfigError for wrong arguments. Then nothing is left behind.
     """
+    from cwtrain.snapshots._codec import delta_codec
+    from cwtrain.snapshots._encode import encode_delta
+
     started = time.monotonic()
     numbers = _versions(version, base_version)
-    count = worker_count(workers)
+    count = worker_count(workers, memory_bytes)
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes!r} is not a positive number of bytes")
+    codec = delta_codec()
     old, current = open_checkpoint(base), open_checkpoint(new)
     _check_same_tensors(old, current)
-    raw_bytes = current.tensor_bytes
+
+    def encode(files: DeltaFiles, spill: Spill) -> dict[str, EncodedTensor]:
+        return encode_delta(old, current, files, workers=count, spill=spill, codec=codec, on_progress=on_progress)
+
+    return _write_delta(
+        out,
+        current,
+        encode,
+        names=[tensor.name for tensor in current.tensors.values() if tensor.size_bytes],
+        numbers=numbers,
+        shard_bytes=shard_bytes,
+        workers=count,
+        encoder=codec.name,
+        started=started,
+    )
+
+
+def _write_delta(
+    out: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    encode: Callable[[DeltaFiles, Spill], dict[str, EncodedTensor]],
+    *,
+    names: list[str],
+    numbers: tuple[str, str],
+    shard_bytes: int,
+    workers: int,
+    encoder: str,
+    started: float,
+) -> DeltaStats:
+    """Write the frames that ``encode`` makes as a delta of ``checkpoint``, which has the sizes of the tensors."""
+    from cwtrain.snapshots._delta_files import DeltaFiles
+
+    raw_bytes = checkpoint.tensor_bytes
     out_path = Path(os.path.abspath(os.fspath(out)))
     with staged_directory(str(out_path)) as stage:
         require_space(stage, raw_bytes // 64, "a delta of this checkpoint, at the usual 1 to 3 % of changed elements,")
         spill = Spill(stage, budget_bytes=_SPILL_BYTES)
+        files = DeltaFiles(stage, names, raw_bytes=raw_bytes, shard_bytes=shard_bytes)
         try:
-            changed = _encode(old, current, spill, workers=count)
-            delta_bytes, shards = _write_shards(stage, changed, spill, shard_bytes=shard_bytes, versions=numbers)
+            encoded = encode(files, spill)
+            shards = files.close(numbers)
         finally:
+            files.abandon()
             spill.close()
+    changed = {name: item for name, item in encoded.items() if item.changed_bytes}
     return DeltaStats(
         path=out_path,
         version=numbers[0],
         base_version=numbers[1],
-        tensors=len(current.tensors),
+        tensors=len(checkpoint.tensors),
         changed_tensors=len(changed),
         raw_bytes=raw_bytes,
-        changed_tensor_bytes=sum(current.tensors[item.name].size_bytes for item in changed),
-        changed_bytes=sum(item.changed_bytes for item in changed),
-        delta_bytes=delta_bytes,
+        changed_tensor_bytes=sum(checkpoint.tensors[name].size_bytes for name in changed),
+        changed_bytes=sum(item.changed_bytes for item in changed.values()),
+        delta_bytes=files.total_bytes,
         shards=shards,
-        workers=count,
+        workers=workers,
         seconds=time.monotonic() - started,
+        encoder=encoder,
+    )
+
+
+def convert_delta(
+    base: str | os.PathLike[str],
+    delta: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    memory_bytes: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> DeltaStats:
+    """Write the delta ``delta``, made on ``base``, to ``out`` in the formats that the service takes.
+
+    For deltas in the encoding ``overwrite``, or with the checksums ``xxh3-128`` or ``blake3``: each tensor is decoded,
+    compared with the checksum of its writer, and encoded again as xor, zstd, adler32. The version numbers stay.
+
+    Raises what inspection raises; ChecksumError that names all tensors that do not come out as their writer recorded;
+    ConfigError where a checksum's library is not installed; and like ``write_delta``. Then nothing is left behind.
+    """
+    from cwtrain.snapshots._codec import delta_codec
+    from cwtrain.snapshots._convert import convert
+
+    started = time.monotonic()
+    count = worker_count(workers, memory_bytes)
+    root = open_checkpoint(base)
+    found = open_delta(delta, base=root)
+    numbers = _versions(found.version, found.base_version)
+    codec = delta_codec()
+    tensors = [tensor for name, tensor in root.tensors.items() if name in found.changes]
+
+    def encode(files: DeltaFiles, spill: Spill) -> dict[str, EncodedTensor]:
+        encoded, wrong = convert(
+            tensors, found.changes, files, workers=count, spill=spill, codec=codec, on_progress=on_progress
+        )
+        raise_wrong(found.path, wrong, base=root.path)
+        return encoded
+
+    return _write_delta(
+        out,
+        root,
+        encode,
+        names=[tensor.name for tensor in tensors],
+        numbers=numbers,
+        shard_bytes=_SHARD_BYTES,
+        workers=count,
+        encoder=codec.name,
+        started=started,
     )
 
 
@@ -213,105 +315,17 @@ def _list(names: list[str]) -> str:
     return f"{len(names)} tensors ({shown}{', ...' if len(names) > _EXAMPLES else ''})"
 
 
-def _encode(old: Checkpoint, new: Checkpoint, spill: Spill, *, workers: int) -> list[_Changed]:
-    """Return the changed tensors, encoded, in the order in which they lie in ``new``."""
-    from cwtrain.snapshots._codec import DeltaEncoder
-
-    local = threading.local()
-
-    def encoder() -> DeltaEncoder:
-        if not hasattr(local, "encoder"):
-            local.encoder = DeltaEncoder()
-        made: DeltaEncoder = local.encoder
-        return made
-
-    def encode(tensor: Tensor, check: Callable[[], None]) -> _Changed | None:
-        before = old.tensors[tensor.name]
-        writer = SpillWriter(spill)
-        with before.open() as old_file, tensor.open() as new_file:
-
-            def read_old(offset: int, view: memoryview) -> None:
-                check()
-                old_file.read_into(before.offset + offset, view)
-
-            def read_new(offset: int, view: memoryview) -> None:
-                new_file.read_into(tensor.offset + offset, view)
-
-            result = encoder().encode(tensor.size_bytes, read_old, read_new, writer.write)
-            before.check(old_file)
-            tensor.check(new_file)
-        if not result.changed_bytes:
-            return None
-        writer.close()
-        return _Changed(
-            name=tensor.name,
-            checksum=result.checksum,
-            frame_bytes=result.frame_bytes,
-            changed_bytes=result.changed_bytes,
-            stored=writer.stored,
-        )
-
-    full = [tensor for tensor in new.tensors.values() if tensor.size_bytes]  # an empty tensor cannot change
-    return [item for item in run_parallel(encode, full, workers=workers) if item is not None]
-
-
-def _write_shards(
-    stage: str, changed: list[_Changed], spill: Spill, *, shard_bytes: int, versions: tuple[str, str]
-) -> tuple[int, int]:
-    """Write shards and index; return the bytes of all files and the number of shards."""
-    groups: list[list[_Changed]] = []
-    size = 0
-    for item in changed:
-        if not groups or size + item.frame_bytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += item.frame_bytes
-    weight_map: dict[str, str] = {}
-    heads = []
-    for number, group in enumerate(groups):
-        shard = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        weight_map.update((item.name, shard) for item in group)
-        tensors = ((item.name, "U8", (item.frame_bytes,), item.frame_bytes) for item in group)
-        heads.append((shard, build_header(tensors, {item.name: item.checksum for item in group}), group))
-    index = dump_index(
-        {
-            "metadata": {
-                "version": versions[0],
-                "base_version": versions[1],
-                "delta_encoding": "xor",
-                "compression_format": "zstd",
-                "checksum_format": "adler32",
-            },
-            "weight_map": weight_map,
-        }
-    )
-    total = len(index) + sum(len(head) for _, head, _ in heads) + sum(item.frame_bytes for item in changed)
-    require_space(stage, total, "the delta")
-    for shard, head, group in heads:
-        with synced_file(os.path.join(stage, shard)) as file:
-            file.write(head)
-            for item in group:
-                for stored in item.stored:
-                    file.write(spill.load(stored))
-    with synced_file(os.path.join(stage, INDEX_NAME)) as file:
-        file.write(index)
-    return total, len(groups)
-
-
-def checkpoint_checksums(path: str | os.PathLike[str], *, workers: int | None = None) -> dict[str, str]:
+def checkpoint_checksums(
+    path: str | os.PathLike[str], *, workers: int | None = None, on_progress: OnProgress | None = None
+) -> dict[str, str]:
     """Return the Adler-32 of each tensor of the full checkpoint at ``path``, 8 hex digits, in the order of its files.
 
-    Everything is read, in blocks, by ``workers`` threads (default: one per usable core, at most 8).
+    Everything is read, in blocks, by ``workers`` threads (default: one for each usable core).
     """
+    from cwtrain.snapshots._sweep import sweep
+
     tensors = list(open_checkpoint(path).tensors.values())
-
-    def checksum(tensor: Tensor, check: Callable[[], None]) -> str:
-        check()
-        return tensor_checksum(tensor)
-
-    values = run_parallel(checksum, tensors, workers=worker_count(workers))
-    return {tensor.name: value for tensor, value in zip(tensors, values, strict=True)}
+    return sweep(tensors, workers=worker_count(workers), on_progress=on_progress).checksums
 
 
 def write_full_snapshot(
@@ -321,44 +335,111 @@ def write_full_snapshot(
     *,
     names: Iterable[str] | None = None,
     workers: int | None = None,
+    memory_bytes: int | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Path:
     """Write the checkpoint ``src`` to ``dest`` as a full snapshot with each tensor's Adler-32, and return its path.
 
     Side files (configuration, tokenizer, ...) are copied. ``names`` keeps only these tensors (to leave out a tied
     ``lm_head.weight`` that the base does not have); ``total_size`` is that of what is kept. ``checksums`` says what the
-    bytes must have; each is compared while the bytes are copied. ``workers`` threads write a shard each.
+    bytes must have. Everything is read once and written once, by ``workers`` threads.
 
-    Memory: 1 MiB for each worker, beside the headers. Raises SnapshotLayoutError if ``src`` is no full snapshot,
-    ChecksumError for bytes that differ from ``checksums``, SnapshotError if ``dest`` exists and is not empty or the
-    disk has no room, ConfigError for wrong arguments. Then nothing is left behind.
+    Raises SnapshotLayoutError if ``src`` is no full snapshot, ChecksumError that names all tensors whose bytes differ
+    from ``checksums``, SnapshotError if ``dest`` exists and is not empty or the disk has no room, ConfigError for wrong
+    arguments. Then nothing is left behind.
     """
-    count = worker_count(workers)
-    source = os.path.abspath(os.fspath(src))
-    found = scan(source, previous_identity=source, allow_empty_delta=True)
-    assert found.index is not None  # scan() raised otherwise
+    from cwtrain.snapshots._full import write_full
+
+    count = worker_count(workers, memory_bytes)
+    found = _scan_full(src)
     assert found.shards is not None
-    if is_delta(found.index):
-        raise_problems(source, [f"{INDEX_NAME}: this is a delta; a full snapshot is written from a full checkpoint"])
     kept = _keep(checkpoint_of(found.shards), names, checksums)
-    shards = _full_shards(found, kept)
+
+    def accept(swept: Swept) -> None:
+        if checksums is not None:
+            _compare(found.path, swept.checksums, checksums)
+
     out = os.path.abspath(os.fspath(dest))
     with staged_directory(out) as stage:
-        size = sum(tensor.size_bytes for tensor in kept.values())
-        side_bytes = sum(found.listing[name].size_bytes for name in found.side_files)
-        require_space(stage, size + side_bytes, "the snapshot")
-        foreign = found.shards.weight_map.keys()
-
-        def write(shard: tuple[str, list[Tensor]], check: Callable[[], None]) -> None:
-            _write_full_shard(os.path.join(stage, shard[0]), shard[1], foreign, checksums, check)
-
-        run_parallel(write, shards, workers=count)
-        for name in found.side_files:
-            _copy_side_file(found, name, stage)
-        metadata = {**found.index["metadata"], "total_size": size, "checksum_format": "adler32"}
-        weight_map = {tensor.name: shard for shard, tensors in shards for tensor in tensors}
-        with synced_file(os.path.join(stage, INDEX_NAME)) as file:
-            file.write(dump_index({**found.index, "metadata": metadata, "weight_map": weight_map}))
+        write_full(found, kept, stage, accept=accept, workers=count, on_progress=on_progress)
     return Path(out)
+
+
+def apply_delta(
+    base: str | os.PathLike[str],
+    delta: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    memory_bytes: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> AppliedDelta:
+    """Write the full snapshot ``out``: the full snapshot ``base`` with the delta ``delta`` applied; return what it is.
+
+    ``out`` has the shards and side files of ``base``, and each tensor's Adler-32. Each changed tensor is compared with
+    the checksum of the delta, each other one with that of ``base`` where one is recorded. Deltas in formats that the
+    service does not take are applied too (see ``convert_delta``).
+
+    Raises what inspection raises; ChecksumError that names all wrong tensors; ConfigError where a checksum's library is
+    not installed; SnapshotError if ``out`` exists and is not empty or the disk has no room. Then nothing is left
+    behind.
+    """
+    from cwtrain.snapshots._full import write_full
+
+    started = time.monotonic()
+    count = worker_count(workers, memory_bytes)
+    found = _scan_full(base)
+    assert found.shards is not None
+    root = checkpoint_of(found.shards)
+    change = open_delta(delta, base=root)
+
+    def accept(swept: Swept) -> None:
+        raise_wrong(change.path, swept.wrong, base=root.path)
+        recorded = {name: value for name, value in found.checksums.items() if name not in change.changes}
+        _compare(root.path, swept.checksums, recorded)
+
+    path = os.path.abspath(os.fspath(out))
+    with staged_directory(path) as stage:
+        write_full(
+            found, root.tensors, stage, changes=change.changes, accept=accept, workers=count, on_progress=on_progress
+        )
+    return AppliedDelta(
+        path=Path(path),
+        version=change.version,
+        base_version=change.base_version,
+        tensors=len(root.tensors),
+        changed_tensors=len(change.changes),
+        raw_bytes=root.tensor_bytes,
+        workers=count,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _scan_full(path: str | os.PathLike[str]) -> Inspection:
+    """Return the inspection of a full checkpoint; SnapshotLayoutError if it is something else."""
+    source = os.path.abspath(os.fspath(path))
+    found = scan(source, previous_identity=source, allow_empty_delta=True)
+    assert found.index is not None  # scan() raised otherwise
+    if is_delta(found.index):
+        raise_problems(source, [f"{INDEX_NAME}: this is a delta; a full snapshot is written from a full checkpoint"])
+    return found
+
+
+def _compare(place: str, found: Mapping[str, str], recorded: Mapping[str, str]) -> None:
+    """Raise ChecksumError that names all tensors whose bytes do not have the recorded checksum."""
+    wrong = [name for name, value in found.items() if recorded.get(name, value) != value]
+    if not wrong:
+        return
+    lines = [
+        f"tensor {name!r} has the Adler-32 {found[name]}, expected is {recorded[name]}" for name in wrong[:_EXAMPLES]
+    ]
+    if len(wrong) > _EXAMPLES:
+        lines.append(f"and {len(wrong) - _EXAMPLES} more tensors")
+    raise ChecksumError(
+        f"{place}: {lines[0]}" if len(lines) == 1 else f"{place}:" + "".join(f"\n  - {line}" for line in lines),
+        tensor=wrong[0],
+        hint="the file is damaged, or the checksums are of another version",
+    )
 
 
 def _keep(
@@ -375,59 +456,3 @@ def _keep(
     if checksums is not None and (missing := [name for name in kept if name not in checksums]):
         raise ConfigError(f"checksums= has none for {_list(missing)}", hint="give all, or none: then they are computed")
     return kept
-
-
-def _full_shards(found: Inspection, kept: Mapping[str, Tensor]) -> list[tuple[str, list[Tensor]]]:
-    """Return the shards to write. They keep their names, unless some fall away: then they are counted from 1."""
-    assert found.shards is not None
-    groups: dict[str, list[Tensor]] = {}
-    for name, shard, _ in found.shards.tensors():
-        if name in kept:
-            groups.setdefault(shard, []).append(kept[name])
-    if len(groups) == len(found.shards.headers):
-        return list(groups.items())
-    numbers = enumerate(groups.values(), start=1)
-    return [(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tensors) for number, tensors in numbers]
-
-
-def _write_full_shard(
-    path: str,
-    tensors: list[Tensor],
-    names: Iterable[str],
-    checksums: Mapping[str, str] | None,
-    check: Callable[[], None],
-) -> None:
-    """Copy tensors into a new shard: the data first, then the header over its placeholder, of the same length."""
-    header = tensors[0].file
-    known = set(names)
-    other = {key: text for key, text in header.metadata.items() if key not in known}
-    metadata = {**other, "format": "pt", **dict.fromkeys((tensor.name for tensor in tensors), "0" * 8)}
-    layout = [(tensor.name, tensor.dtype, tensor.shape, tensor.size_bytes) for tensor in tensors]
-    with tensors[0].open() as source, synced_file(path) as file:
-        file.write(build_header(layout, metadata))
-        buffer = bytearray(1 << 20)
-        for tensor in tensors:
-            value = 1
-            for block in source.blocks(tensor.offset, tensor.size_bytes, buffer=buffer):
-                check()
-                value = zlib.adler32(block, value)
-                file.write(block)
-            text = metadata[tensor.name] = f"{value:08x}"
-            if checksums is not None and text != checksums[tensor.name]:
-                raise ChecksumError(
-                    f"{header.path}: tensor {tensor.name!r} has the Adler-32 {text}, "
-                    f"expected is {checksums[tensor.name]}",
-                    tensor=tensor.name,
-                    hint="the file is damaged, or the checksums are of another version",
-                )
-        tensors[0].check(source)
-        file.seek(0)
-        file.write(build_header(layout, metadata))
-
-
-def _copy_side_file(found: Inspection, name: str, stage: str) -> None:
-    entry = found.listing[name]
-    with RegularFile(found.place(name), label=name) as source, synced_file(os.path.join(stage, name)) as file:
-        for block in source.blocks(0, entry.size_bytes):
-            file.write(block)
-        source.check_unchanged(size_bytes=entry.size_bytes, mtime_ns=entry.mtime_ns, inode=entry.inode)

@@ -1,75 +1,306 @@
-"""How bytes are encoded: XOR, zstd frames, Adler-32. Pure functions and workers on buffers; no files, no directories.
+"""From the bytes of two versions of a tensor to its frame in a delta. Buffers only; no files, no directories.
 
-A delta holds for each changed tensor one standalone zstd frame of new XOR old bytes. This is the only module that knows
-numpy and zstandard; it is imported when frames are made or read, never before.
+A worker reads both versions of some parts (chunks of large tensors, or many small tensors), XORs and compresses them:
+
+    worker = codec.worker()
+    old, new = worker.place(lengths, old_offset, new_offset)      # fill these views
+    diffs = worker.diff([(0, size), ...])
+
+A ``FrameJoiner`` puts the diffs of one tensor together, in order, whoever made them. With the sequences codec each part
+is compressed by itself, so the frame does not depend on which worker had which part; the public codec needs all parts
+of a tensor one after the other at one worker.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import attrs
-import numpy as np
 import zstandard
+
+from cwtrain.snapshots._adler import adler32, adler32_hex, combine
+from cwtrain.snapshots._buffers import Lane, phase, positions_of
+from cwtrain.snapshots._decoder import Decoder
+from cwtrain.snapshots._frames import BLOCK_BYTES, FRAME_END, Buffer, FrameError, chunk_blocks, frame_head, zero_blocks
+from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, SequenceBuilder
+from cwtrain.snapshots._xor import count_nonzero, xor_into, xor_words
+from cwtrain.snapshots._zstd import LEVEL, Library, SequenceCompressor, address_of, encoder_library
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Codec",
+    "DeltaEncoder",
+    "Diff",
+    "EncodedTensor",
+    "FrameError",
+    "FrameJoiner",
+    "adler32",
+    "adler32_hex",
+    "decode_xor",
+    "delta_codec",
+    "encode_xor",
+    "xor_into",
+]
 
 CHUNK_BYTES = 1 << 20
 """Tensors are worked on in pieces of this size. It is part of the format of our output: another size, other bytes."""
 
-MAX_CLAIM_BYTES = 1 << 40
-"""Largest tensor that a frame may claim where nothing else bounds it (no tensor of a model comes near 1 TiB)."""
-
-_LEVEL = 1
-_MAGIC = 0xFD2FB528
-_BLOCK_BYTES = 128 << 10  # what one block of a frame may decode to, by the format
-_MAX_WINDOW_BYTES = 128 << 20  # zstd's own default limit for decoders
-_RAW, _RLE, _COMPRESSED = 0, 1, 2
-
-Buffer = bytes | bytearray | memoryview
 ReadInto = Callable[[int, memoryview], None]
 """Fill the view with the bytes from the offset on."""
 
 
-class FrameError(ValueError):
-    """A frame is damaged, or is not what a delta may hold."""
+class Diff(NamedTuple):
+    """What became of one part.
+
+    ``piece`` is None as long as no byte of the tensor differs; otherwise it is what the part adds to the frame, perhaps
+    nothing. ``checksum`` is the Adler-32 of the part's new bytes alone.
+    """
+
+    checksum: int
+    changed_bytes: int
+    piece: bytes | None
 
 
-def adler32(data: Buffer, value: int = 1) -> int:
-    """Return the Adler-32 of ``data``, going on from ``value``."""
-    return zlib.adler32(data, value)
+class DiffWorker:
+    """One worker's buffers: 2 chunks, and what compressing takes. For one thread at a time."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._old, self._new = Lane(chunk_bytes), Lane(chunk_bytes)
+        self._lengths: Sequence[int] = ()
+        self._positions: Sequence[int] = ()
+        self._new_views: list[memoryview] = []
+
+    def place(
+        self, lengths: Sequence[int], old_offset: int = 0, new_offset: int = 0, write_offset: int | None = None
+    ) -> tuple[list[memoryview], list[memoryview]]:
+        """Return views for the old and the new bytes of each part, to be filled before ``diff``.
+
+        The offsets are those in the files that they are read from, and that the new ones are written to, if they are:
+        copies are fastest when buffers are placed accordingly. The parts have at most a chunk together, each rounded up
+        to whole words.
+        """
+        self._lengths, self._positions = lengths, positions_of(lengths)
+        old = self._old.place(lengths, self._positions, phase(old_offset))
+        self._new_views = self._new.place(lengths, self._positions, phase(new_offset, write_offset))
+        return old, self._new_views
+
+    def diff(self, places: Sequence[tuple[int, int]]) -> list[Diff]:
+        """Return what became of each part; ``places`` says where it begins in its tensor, and how large that is.
+
+        The old bytes are overwritten.
+        """
+        checksums = [adler32(view) for view in self._new_views]
+        xor_words(self._old.data, self._new.data)
+        return self._compress(checksums, places)
+
+    def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
+        raise NotImplementedError
 
 
-def adler32_hex(value: int) -> str:
-    """Return an Adler-32 as it is written: 8 lower-case hex digits."""
-    return f"{value:08x}"
+class _SequenceWorker(DiffWorker):
+    """Finds the zeros itself and gives zstd the matches. About 10 MiB at the most, half of it at a few percent."""
+
+    def __init__(self, library: Library, chunk_bytes: int) -> None:
+        super().__init__(chunk_bytes)
+        self._builder = SequenceBuilder(chunk_bytes)
+        self._compressor = SequenceCompressor(library)
+        self._target = bytearray(library.compressBound(chunk_bytes))
+        self._address = address_of(self._target)
+        self._view = memoryview(self._target)
+
+    def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
+        found = self._builder.find(self._old.data, self._lengths, self._positions)
+        compress, capacity = self._compressor.compress, len(self._target)
+        records, source = self._builder.address, self._old.address
+        diffs = []
+        for checksum, length, position, (changed, first, count) in zip(
+            checksums, self._lengths, self._positions, found, strict=True
+        ):
+            if count == EQUAL:
+                diffs.append(Diff(checksum, 0, None))
+                continue
+            size = compress(self._address, capacity, records + first * RECORD_BYTES, count, source + position, length)
+            diffs.append(Diff(checksum, changed, chunk_blocks(self._view[:size])))
+        return diffs
 
 
-def xor_into(target: memoryview, other: memoryview) -> None:
-    """Set ``target`` to ``target`` XOR ``other``, byte by byte."""
-    array = np.frombuffer(target, dtype=np.uint8)
-    np.bitwise_xor(array, np.frombuffer(other, dtype=np.uint8), out=array)
+class _PublicWorker(DiffWorker):
+    """Lets zstd search, through the public interface: a tensor's parts must come one after the other."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        super().__init__(chunk_bytes)
+        self._zeros = bytes(chunk_bytes)
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+        self._stream: zstandard.ZstdCompressionObj | None = None
+
+    def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
+        diffs = []
+        view = self._old.data.data
+        for checksum, length, position, (start, size) in zip(
+            checksums, self._lengths, self._positions, places, strict=True
+        ):
+            part = view[position : position + length]
+            changed = count_nonzero(part)
+            if start == 0:
+                self._stream = None
+            if self._stream is None and not changed:
+                diffs.append(Diff(checksum, 0, None))
+                continue
+            piece = b""
+            if self._stream is None:
+                self._stream = self._compressor.compressobj(size=size)
+                for done in range(0, start, len(self._zeros)):  # the equal parts before the first difference
+                    piece += self._stream.compress(self._zeros[: min(len(self._zeros), start - done)])
+            piece += self._stream.compress(part)
+            if start + length == size:
+                piece += self._stream.flush()
+                self._stream = None
+            diffs.append(Diff(checksum, changed, piece))
+        return diffs
+
+
+class Codec:
+    """A way to make frames. ``independent``: parts may be compressed in any order, on any worker."""
+
+    name: ClassVar[str]
+    independent: ClassVar[bool]
+
+    def worker(self) -> DiffWorker:
+        """Return a new worker."""
+        raise NotImplementedError
+
+    def head(self, size: int) -> bytes:
+        """Return what a frame of ``size`` bytes begins with, before the first part that differs."""
+        raise NotImplementedError
+
+    def zeros(self, count: int, *, first: bool) -> bytes:
+        """Return what stands for ``count`` bytes of equal parts; ``first`` if nothing but the head is before them."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        """Return what a frame ends with."""
+        raise NotImplementedError
+
+
+@attrs.frozen
+class _SequenceCodec(Codec):
+    library: Library
+    chunk_bytes: int
+    name = "sequences"
+    independent = True
+
+    def worker(self) -> DiffWorker:
+        return _SequenceWorker(self.library, self.chunk_bytes)
+
+    def head(self, size: int) -> bytes:
+        return frame_head(size)
+
+    def zeros(self, count: int, *, first: bool) -> bytes:
+        # A frame may not begin with an RLE block (zstd's command up to 1.4.3 refuses it), so its first is compressed.
+        lead = min(count, BLOCK_BYTES) if first else 0
+        return (_compressed_zeros(self.library, lead) if lead else b"") + zero_blocks(count - lead)
+
+    def end(self) -> bytes:
+        return FRAME_END
+
+
+@functools.lru_cache(maxsize=16)
+def _compressed_zeros(library: Library, count: int) -> bytes:
+    source = bytearray(count)
+    records = bytearray(b"".join(value.to_bytes(4, "little") for value in (1, 1, count - 1, 0)))
+    target = bytearray(library.compressBound(count))
+    compress = SequenceCompressor(library).compress
+    matches = 1 if count > 3 else 0
+    size = compress(address_of(target), len(target), address_of(records), matches, address_of(source), count)
+    return chunk_blocks(memoryview(target)[:size])
+
+
+@attrs.frozen
+class _PublicCodec(Codec):
+    chunk_bytes: int
+    name = "public"
+    independent = False
+
+    def worker(self) -> DiffWorker:
+        return _PublicWorker(self.chunk_bytes)
+
+    def head(self, size: int) -> bytes:
+        return b""
+
+    def zeros(self, count: int, *, first: bool) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+
+def delta_codec(encoder: str | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> Codec:
+    """Return the best codec there is, or the one that ``encoder`` (or the environment) names: see ``_zstd``."""
+    library = encoder_library(encoder)
+    return _PublicCodec(chunk_bytes) if library is None else _SequenceCodec(library, chunk_bytes)
 
 
 @attrs.frozen(kw_only=True)
 class EncodedTensor:
-    """What became of one tensor: bytes that differ, Adler-32 of the new bytes, and the length of its frame."""
+    """What became of one tensor: bytes that differ, Adler-32 of the new bytes, and the length of its frame.
+
+    An equal tensor has no frame: ``frame_bytes`` is 0.
+    """
 
     changed_bytes: int
     checksum: str
     frame_bytes: int
 
 
+class FrameJoiner:
+    """Writes the frame of one tensor of ``size`` bytes from the diffs of its parts, in order."""
+
+    def __init__(self, codec: Codec, size: int, write: Callable[[bytes], object]) -> None:
+        self._codec, self._size, self._write = codec, size, write
+        self._checksum = 1
+        self._equal = 0  # bytes of equal parts that are not written yet
+        self._changed = self._written = 0
+
+    def add(self, length: int, checksum: int, changed_bytes: int, piece: bytes | None) -> None:
+        """Take the diff of the next part, of ``length`` bytes."""
+        self._checksum = combine(self._checksum, checksum, length)
+        self._changed += changed_bytes
+        if piece is None:
+            self._equal += length
+            return
+        first = not self._written
+        if first:
+            self._pass_on(self._codec.head(self._size))
+        if self._equal:
+            self._pass_on(self._codec.zeros(self._equal, first=first))
+            self._equal = 0
+        self._pass_on(piece)
+
+    def finish(self) -> EncodedTensor:
+        """Write the frame's end, if there is a frame, and return what became of the tensor."""
+        if self._changed:
+            if self._equal:
+                self._pass_on(self._codec.zeros(self._equal, first=False))
+            self._pass_on(self._codec.end())
+        return EncodedTensor(
+            changed_bytes=self._changed, checksum=adler32_hex(self._checksum), frame_bytes=self._written
+        )
+
+    def _pass_on(self, piece: bytes) -> None:
+        if piece:
+            self._write(piece)
+            self._written += len(piece)
+
+
 class DeltaEncoder:
-    """One worker's buffers and compressor: about 2 chunks and zstd's context, whatever the tensor's size.
+    """Encodes one tensor after the other on one thread, chunk by chunk: about 2 chunks and what compressing takes."""
 
-    For one thread at a time. The frames depend on the bytes alone, not on the worker.
-    """
-
-    def __init__(self) -> None:
-        self._old = bytearray(CHUNK_BYTES)
-        self._new = bytearray(CHUNK_BYTES)
-        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    def __init__(self, encoder: str | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._codec = delta_codec(encoder, chunk_bytes=chunk_bytes)
+        self._worker = self._codec.worker()
+        self._chunk = chunk_bytes
 
     def encode(
         self, size: int, read_old: ReadInto, read_new: ReadInto, write: Callable[[bytes], object]
@@ -78,59 +309,35 @@ class DeltaEncoder:
 
         Nothing is written when no byte differs.
         """
-        stream = None
-        checksum, changed, written = 1, 0, 0
-        for start in range(0, size, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, size - start)
-            old, new = memoryview(self._old)[:length], memoryview(self._new)[:length]
+        joiner = FrameJoiner(self._codec, size, write)
+        for start in range(0, size, self._chunk):
+            length = min(self._chunk, size - start)
+            (old,), (new,) = self._worker.place([length])
             read_old(start, old)
             read_new(start, new)
-            checksum = zlib.adler32(new, checksum)
-            xor_into(old, new)
-            differing = int(np.count_nonzero(np.frombuffer(old, dtype=np.uint8)))
-            changed += differing
-            if stream is None:
-                if not differing:
-                    continue
-                stream = self._compressor.compressobj(size=size)
-                for _ in range(start // CHUNK_BYTES):  # the equal chunks before the first difference
-                    written += _pass_on(stream.compress(_ZEROS), write)
-            written += _pass_on(stream.compress(old), write)
-        if stream is not None:
-            written += _pass_on(stream.flush(), write)
-        return EncodedTensor(changed_bytes=changed, checksum=adler32_hex(checksum), frame_bytes=written)
+            (diff,) = self._worker.diff([(start, size)])
+            joiner.add(length, *diff)
+        return joiner.finish()
 
 
-_ZEROS = bytes(CHUNK_BYTES)
-
-
-def _pass_on(piece: bytes, write: Callable[[bytes], object]) -> int:
-    if piece:
-        write(piece)
-    return len(piece)
-
-
-def encode_xor(old: Buffer, new: Buffer) -> bytes:
+def encode_xor(old: Buffer, new: Buffer, encoder: str | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     """Return the frame that leads from ``old`` to ``new``, even where they are equal. For tensors in memory."""
     if len(old) != len(new):
         raise ValueError(f"the tensor has {len(old)} bytes in one version and {len(new)} in the other")
     pieces: list[bytes] = []
     left, right = memoryview(old).cast("B"), memoryview(new).cast("B")
-    encoded = DeltaEncoder().encode(len(left), _reader(left), _reader(right), pieces.append)
-    if not encoded.changed_bytes:
-        stream = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=len(left))
-        pieces = [stream.compress(bytes(len(left))), stream.flush()]
-    return b"".join(pieces)
+    delta = DeltaEncoder(encoder, chunk_bytes=chunk_bytes)
+    if delta.encode(len(left), _reader(left), _reader(right), pieces.append).changed_bytes:
+        return b"".join(pieces)
+    stream = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=len(left))
+    return stream.compress(bytes(len(left))) + stream.flush()
 
 
-def decode_xor(frame: Buffer, old: Buffer) -> bytes:
+def decode_xor(frame: Buffer, old: Buffer, encoder: str | None = None) -> bytes:
     """Return the new bytes of a tensor from its frame and its old bytes. Raises FrameError."""
-    view = memoryview(frame).cast("B")
-    new = bytearray(old)
-    done = 0
-    for piece in decode_frame(_reader(view), len(view), size=len(new)):
-        xor_into(memoryview(new)[done : done + len(piece)], memoryview(piece))
-        done += len(piece)
+    view, new = memoryview(frame).cast("B"), bytearray(len(old))
+    Decoder(encoder_library(encoder)).fill(_reader(view), len(view), memoryview(new))
+    xor_into(memoryview(new), memoryview(old).cast("B"))
     return bytes(new)
 
 
@@ -139,138 +346,3 @@ def _reader(source: memoryview) -> ReadInto:
         view[:] = source[offset : offset + len(view)]
 
     return read_into
-
-
-@attrs.frozen(kw_only=True)
-class FrameHeader:
-    """The first bytes of a frame. ``content_bytes`` is what it claims to decode to, None where it does not say."""
-
-    content_bytes: int | None
-    window_bytes: int
-    checksum: bool
-    header_bytes: int
-
-
-def parse_frame_header(first: Buffer) -> FrameHeader:
-    """Return what a frame's first 18 bytes (or all, if it is shorter) say. Raises FrameError."""
-    data = bytes(first[:18])
-    if len(data) < 5 or int.from_bytes(data[:4], "little") != _MAGIC:
-        raise FrameError("is no zstd frame")
-    descriptor = data[4]
-    single, checksum = bool(descriptor & 0x20), bool(descriptor & 0x04)
-    if descriptor & 0x08:
-        raise FrameError("has a reserved bit set in its frame header")
-    dictionary_bytes = (0, 1, 2, 4)[descriptor & 3]
-    size_bytes = (1 if single else 0, 2, 4, 8)[descriptor >> 6]
-    position = 5 if single else 6
-    end = position + dictionary_bytes + size_bytes
-    if len(data) < end:
-        raise FrameError("ends inside its frame header")
-    if any(data[position : position + dictionary_bytes]):
-        raise FrameError("needs a dictionary")
-    content = int.from_bytes(data[end - size_bytes : end], "little") if size_bytes else None
-    if content is not None and size_bytes == 2:
-        content += 256
-    if single:
-        window = content or 0
-    else:
-        base = 1 << (10 + (data[5] >> 3))
-        window = base + (base >> 3) * (data[5] & 7)
-    return FrameHeader(content_bytes=content, window_bytes=window, checksum=checksum, header_bytes=end)
-
-
-def decode_frame(read_into: ReadInto, length: int, *, size: int | None) -> Iterator[bytes]:
-    """Yield what the frame in ``length`` bytes decodes to, in pieces of at most a few blocks (128 KiB each).
-
-    ``size`` is what it must decode to, None where that is not known: then it is bounded by its own claim, and the claim
-    by ``MAX_CLAIM_BYTES``. A claim that is too large is refused before anything is decoded, more output than allowed as
-    soon as it appears. There must be exactly one frame and nothing after it. Raises FrameError.
-
-    Memory: one block of input, its output, and zstd's window (at most 128 MiB, and never more than the claim).
-    """
-    source = _Source(read_into, length)
-    header = parse_frame_header(source.peek(min(18, length)))
-    _check_claim(header, size)
-    decoder = zstandard.ZstdDecompressor().decompressobj()
-    done = 0
-    limit = header.content_bytes if size is None else size
-    try:
-        decoder.decompress(source.take(header.header_bytes))
-        for block in _blocks(source, header):
-            piece = decoder.decompress(block)
-            done += len(piece)
-            if limit is not None and done > limit:
-                raise FrameError(f"decodes to more than the {limit} bytes of its tensor")
-            if piece:
-                yield piece
-    except zstandard.ZstdError as error:
-        raise FrameError(f"is damaged: {error}") from error
-    if not decoder.eof:
-        raise FrameError("does not end where its last block ends")
-    if limit is not None and done != limit:
-        raise FrameError(f"decodes to {done} bytes, but the tensor has {limit}")
-    if rest := source.left:
-        again = source.peek(min(4, rest)) == struct.pack("<I", _MAGIC)
-        raise FrameError(f"is followed by {'another frame' if again else f'{rest} bytes that belong to no frame'}")
-
-
-def _check_claim(header: FrameHeader, size: int | None) -> None:
-    claim = header.content_bytes
-    if claim is not None and size is not None and claim != size:
-        raise FrameError(f"claims to decode to {claim} bytes, but the tensor has {size}")
-    if claim is not None and claim > MAX_CLAIM_BYTES:
-        raise FrameError(f"claims to decode to {claim} bytes, more than any tensor has ({MAX_CLAIM_BYTES})")
-    if header.window_bytes > _MAX_WINDOW_BYTES:
-        raise FrameError(
-            f"needs a window of {header.window_bytes} bytes, more than decoders grant by default ({_MAX_WINDOW_BYTES})"
-        )
-
-
-class _Source:
-    """The bytes of one frame, read in order in chunks of bounded size."""
-
-    def __init__(self, read_into: ReadInto, length: int) -> None:
-        self._read_into, self._length = read_into, length
-        self._buffer = bytearray(min(CHUNK_BYTES, length))
-        self._offset = 0  # of the next byte that is not in the buffer
-        self._begin = self._end = 0  # what is in the buffer and not taken yet
-
-    @property
-    def left(self) -> int:
-        """Bytes that were not taken yet."""
-        return self._length - self._offset + self._end - self._begin
-
-    def peek(self, count: int) -> bytes:
-        """Return the next bytes and leave them there."""
-        if count > self.left:
-            raise FrameError(f"ends {count - self.left} bytes too early")
-        if self._end - self._begin < count:
-            have = self._end - self._begin
-            self._buffer[:have] = self._buffer[self._begin : self._end]
-            more = min(len(self._buffer) - have, self._length - self._offset)
-            self._read_into(self._offset, memoryview(self._buffer)[have : have + more])
-            self._offset += more
-            self._begin, self._end = 0, have + more
-        return bytes(self._buffer[self._begin : self._begin + count])
-
-    def take(self, count: int) -> bytes:
-        """Return the next bytes."""
-        data = self.peek(count)
-        self._begin += count
-        return data
-
-
-def _blocks(source: _Source, header: FrameHeader) -> Iterator[bytes]:
-    """Yield a frame's blocks with their 3-byte headers, the last one with the frame's checksum.
-
-    Fed to the decoder one by one they bound what it can put out at once: a block decodes to at most 128 KiB, while a
-    plain chunk of input could hold thousands of blocks.
-    """
-    last = False
-    while not last:
-        word = int.from_bytes(source.peek(3), "little")
-        last, kind, size = bool(word & 1), (word >> 1) & 3, word >> 3
-        if kind not in (_RAW, _RLE, _COMPRESSED) or size > _BLOCK_BYTES:
-            raise FrameError("has a block that the format does not allow")
-        stored = 1 if kind == _RLE else size
-        yield source.take(3 + stored + (4 if last and header.checksum else 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +9,10 @@ import attrs
 
 from cwtrain.errors import SnapshotError
 from cwtrain.models.snapshot import INDEX_NAME
+from cwtrain.snapshots._checksums import ADLER32, CHECKSUM_FORMATS, digits_of, well_formed
 from cwtrain.snapshots._shards import Shards
 from cwtrain.snapshots.identity import check_previous_identity, version_number
 
-CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _EXAMPLES = 20
 
 
@@ -22,6 +21,8 @@ class _Format:
     key: str
     value: str
     fix: str
+    foreign: tuple[str, ...] = ()
+    """Other values that we can read, though the service does not take them."""
 
 
 _CONVERT = "`cwtrain snapshot convert` rewrites it where the base is at hand"
@@ -30,12 +31,14 @@ _FORMATS = (
         key="delta_encoding",
         value="xor",
         fix=f"start the trainer (slime, miles) with --update-weight-delta-encoding xor; {_CONVERT}",
+        foreign=("overwrite",),
     ),
     _Format(key="compression_format", value="zstd", fix="write the delta with zstd, one frame for each tensor"),
     _Format(
         key="checksum_format",
         value="adler32",
         fix=f"start the trainer (slime, miles) with --update-weight-delta-checksum adler32; {_CONVERT}",
+        foreign=tuple(name for name in CHECKSUM_FORMATS if name != ADLER32),
     ),
 )
 
@@ -49,14 +52,23 @@ class Versions:
     previous_identity: str | None = None
 
 
-def check_formats(metadata: Mapping[str, Any], problems: list[str]) -> bool:
-    """Check encoding, compression and checksum; return whether the checksums are ones that we can read."""
+def check_formats(metadata: Mapping[str, Any], problems: list[str], *, foreign: bool = False) -> str | None:
+    """Check encoding, compression and checksum; return the checksum's name if it is one that we can read.
+
+    With ``foreign`` what the service does not take is fine, as long as we can read it.
+    """
     for item in _FORMATS:
         found = metadata.get(item.key)
-        if found != item.value:
-            what = f"is {found!r}" if item.key in metadata else "is missing"
+        if found == item.value or (foreign and found in item.foreign):
+            continue
+        what = f"is {found!r}" if item.key in metadata else "is missing"
+        if foreign:
+            known = " or ".join(map(repr, (item.value, *item.foreign)))
+            problems.append(f"{INDEX_NAME}: {item.key} {what}; only {known} can be read")
+        else:
             problems.append(f"{INDEX_NAME}: {item.key} {what}, the service takes only {item.value!r}; {item.fix}")
-    return metadata.get("checksum_format") == "adler32"
+    name = metadata.get("checksum_format")
+    return name if name == ADLER32 or (foreign and name in CHECKSUM_FORMATS) else None
 
 
 def check_versions(
@@ -116,19 +128,20 @@ def check_blobs(shards: Shards, problems: list[str]) -> None:
         problems.append(f"{len(wrong) - _EXAMPLES} more tensors are no frames")
 
 
-def read_checksums(shards: Shards, problems: list[str]) -> dict[str, str]:
-    """Return the recorded Adler-32 of each tensor; a missing or malformed one is a problem."""
+def read_checksums(shards: Shards, problems: list[str], algorithm: str = ADLER32) -> dict[str, str]:
+    """Return the recorded checksum of each tensor; a missing or malformed one is a problem."""
     found: dict[str, str] = {}
     wrong = []
+    digits = digits_of(algorithm)
     for name, shard, _ in shards.tensors():
         text = shards.headers[shard].metadata.get(name)
         if text is None:
             wrong.append(f"{shard}: tensor {name!r} has no checksum in __metadata__")
-        elif not CHECKSUM.fullmatch(text):
-            wrong.append(f"{shard}: the checksum {text!r} of tensor {name!r} is not 8 lower-case hex digits")
+        elif not well_formed(algorithm, text):
+            wrong.append(f"{shard}: the checksum {text!r} of tensor {name!r} is not {digits} lower-case hex digits")
         else:
             found[name] = text
-    fix = "write it as '%08x' of the Adler-32 of the tensor's (new) bytes"
+    fix = "write it as '%08x' of the Adler-32 of the tensor's (new) bytes" if algorithm == ADLER32 else "write it again"
     problems.extend(f"{text}; {fix}" for text in wrong[:_EXAMPLES])
     if len(wrong) > _EXAMPLES:
         problems.append(f"{len(wrong) - _EXAMPLES} more tensors have no good checksum")

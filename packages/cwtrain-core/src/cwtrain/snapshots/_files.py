@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -138,6 +138,19 @@ class RegularFile:
                     hint="something shortens the file while it is read; wait until the checkpoint is complete",
                 )
             done += got
+
+    def read_views(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill the views one after the other with the bytes from ``offset`` on, in one read where possible."""
+        if len(views) > 1:
+            total = sum(map(len, views))
+            try:
+                if os.preadv(self._fd, views, offset) == total:
+                    return
+            except OSError:  # the reads below say where
+                pass
+        for view in views:
+            self.read_into(offset, view)
+            offset += len(view)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` bytes from ``offset`` on; for headers and small pieces."""

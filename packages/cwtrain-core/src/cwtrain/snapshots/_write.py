@@ -1,4 +1,4 @@
-"""Writing directories that appear whole or not at all, with the disk's room checked and several threads at work."""
+"""Writing directories that appear whole or not at all, with the disk's room checked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, TypeVar
+from typing import IO
 
-from cwtrain.errors import ConfigError, SnapshotError
+from cwtrain.errors import SnapshotError
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
-
-PIECE_BYTES = 1 << 20
-_MAX_DEFAULT_WORKERS = 8
+Stored = bytes | tuple[int, int]
+"""A piece that a ``Spill`` keeps: itself, or where it lies in the file."""
 
 
 @contextmanager
@@ -90,58 +86,10 @@ def require_space(
         )
 
 
-def worker_count(workers: int | None) -> int:
-    """Return ``workers``, or one for each core that this process may use, at most 8. Raises ConfigError."""
-    if workers is None:
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(_MAX_DEFAULT_WORKERS, usable)
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers={workers!r} is not a positive integer")
-    return workers
-
-
-class StoppedError(Exception):
-    """Another worker failed; this one's result is not wanted any more."""
-
-
-def run_parallel(
-    work: Callable[[_Item, Callable[[], None]], _Result], items: Sequence[_Item], *, workers: int
-) -> list[_Result]:
-    """Return ``work(item, check)`` for each item, in order, made by several threads.
-
-    The first error stops the rest and is raised: ``check()``, to be called now and then, raises StoppedError after it.
-    """
-    stop = threading.Event()
-
-    def check() -> None:
-        if stop.is_set():
-            raise StoppedError
-
-    def guarded(item: _Item) -> _Result:
-        check()
-        try:
-            return work(item, check)
-        except BaseException:
-            stop.set()
-            raise
-
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="cwtrain-write") as pool:
-        futures = [pool.submit(guarded, item) for item in items]
-        try:
-            wait(futures)
-        except BaseException:  # an interrupt
-            stop.set()
-            raise
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise next((error for error in errors if not isinstance(error, StoppedError)), errors[0])
-    return [future.result() for future in futures]
-
-
 class Spill:
-    """Where encoded tensors wait until their shard can be written: in memory up to a budget, the rest in a file.
+    """Where pieces wait that were made ahead of their turn: in memory up to a budget, then in a file without a name.
 
-    A shard begins with the lengths of all its frames, so none of it can be written before all are encoded.
+    Only the public codec needs it: it makes a tensor's frame in one go, however large.
     """
 
     def __init__(self, directory: str, *, budget_bytes: int) -> None:
@@ -151,7 +99,7 @@ class Spill:
         self._end = 0
         self._lock = threading.Lock()
 
-    def store(self, piece: bytes) -> bytes | tuple[int, int]:
+    def store(self, piece: bytes) -> Stored:
         """Keep ``piece`` and return what ``load`` wants to have."""
         with self._lock:
             if self._budget >= len(piece):
@@ -166,9 +114,11 @@ class Spill:
             view = view[os.pwrite(fd, view, offset + len(piece) - len(view)) :]
         return offset, len(piece)
 
-    def load(self, stored: bytes | tuple[int, int]) -> bytes:
-        """Return a piece that was stored."""
+    def load(self, stored: Stored) -> bytes:
+        """Return a piece that was stored; it is kept no longer."""
         if isinstance(stored, bytes):
+            with self._lock:
+                self._budget += len(stored)
             return stored
         assert self._file is not None
         offset, length = stored
@@ -181,24 +131,3 @@ class Spill:
         """Drop everything."""
         if self._file is not None:
             self._file.close()
-
-
-class SpillWriter:
-    """One encoded tensor on its way into a ``Spill``: small pieces are joined first."""
-
-    def __init__(self, spill: Spill) -> None:
-        self._spill = spill
-        self._pending = bytearray()
-        self.stored: list[bytes | tuple[int, int]] = []
-
-    def write(self, piece: bytes) -> None:
-        """Take one piece."""
-        self._pending += piece
-        if len(self._pending) >= PIECE_BYTES:
-            self.close()
-
-    def close(self) -> None:
-        """Store what is pending."""
-        if self._pending:
-            self.stored.append(self._spill.store(bytes(self._pending)))
-            self._pending.clear()

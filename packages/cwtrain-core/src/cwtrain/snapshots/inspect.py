@@ -103,8 +103,12 @@ def scan(
     previous_identity: str | None = None,
     identity_for_version: Callable[[int], str | None] = identities.identity_for_version,
     allow_empty_delta: bool = False,
+    foreign_formats: bool = False,
 ) -> Inspection:
-    """Return the inspection of a directory without problems, or raise all of them as one SnapshotLayoutError."""
+    """Return the inspection of a directory without problems, or raise all of them as one SnapshotLayoutError.
+
+    ``foreign_formats`` lets deltas through whose encoding or checksum the service does not take, but we can read.
+    """
     found = Inspection(path=place, listing=list_directory(place))
     if _ADAPTER in found.listing:
         found.problems.append(
@@ -118,7 +122,16 @@ def scan(
         if found.shards is None:
             found.shards = read_shards(place, found.index["weight_map"], found.listing, found.problems)
         if delta:
-            _check_delta(found, found.index, found.shards, previous_identity, identity_for_version, allow_empty_delta)
+            checksums = check_formats(found.index["metadata"], found.problems, foreign=foreign_formats)
+            _check_delta(
+                found,
+                found.index,
+                found.shards,
+                checksums,
+                previous_identity,
+                identity_for_version,
+                allow_empty_delta,
+            )
         else:
             _check_full(found, found.index, found.shards, previous_identity)
         _sort_files(found, found.index, found.shards, delta=delta)
@@ -195,21 +208,20 @@ def _check_delta(
     found: Inspection,
     index: Mapping[str, Any],
     shards: Shards,
+    checksum_format: str | None,
     previous_identity: str | None,
     identity_for_version: Callable[[int], str | None],
     allow_empty_delta: bool,
 ) -> None:
-    metadata = index["metadata"]
-    readable = check_formats(metadata, found.problems)
     found.versions = check_versions(
-        metadata,
+        index["metadata"],
         previous_identity=previous_identity,
         identity_for_version=identity_for_version,
         problems=found.problems,
     )
     check_blobs(shards, found.problems)
-    if readable:
-        found.checksums = read_checksums(shards, found.problems)
+    if checksum_format is not None:
+        found.checksums = read_checksums(shards, found.problems, checksum_format)
     if not shards.weight_map and not allow_empty_delta:
         found.problems.append(
             f"{INDEX_NAME}: the delta is empty, nothing changed since version {found.versions.base_version}; "

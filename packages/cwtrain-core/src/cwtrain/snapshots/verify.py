@@ -1,112 +1,126 @@
-"""Decoding what inspection found: every frame, every checksum, in bounded memory."""
+"""Decoding what inspection found: every frame, every checksum, in bounded memory, by several threads."""
 
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cwtrain.errors import ChecksumError
-from cwtrain.models.snapshot import INDEX_NAME
+from cwtrain.snapshots._checksums import ADLER32, hashers
+from cwtrain.snapshots._parallel import Progress, ordered, worker_count
 from cwtrain.snapshots._shards import Shards
-from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, checkpoint_of, open_checkpoint, raise_problems
-from cwtrain.snapshots.index import is_delta
+from cwtrain.snapshots.changes import Change, check_known, open_delta
+from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, checkpoint_of, open_checkpoint
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from cwtrain.snapshots._patch import Wrong
 
-__all__ = ["decode_delta", "tensor_checksum", "verify_delta", "verify_full"]
+__all__ = ["decode_delta", "raise_wrong", "verify_delta", "verify_full"]
+
+OnProgress = Callable[[int, int], object]
 
 _EXAMPLES = 20
+_GROUP_BYTES = 4 << 20
 
 
-def verify_full(shards: Shards, checksums: Mapping[str, str]) -> None:
+def verify_full(
+    shards: Shards, checksums: Mapping[str, str], *, workers: int | None = None, on_progress: OnProgress | None = None
+) -> None:
     """Compare each tensor of a full snapshot with its Adler-32. Raises ChecksumError that names all wrong ones."""
-    wrong: dict[str, str] = {}
-    buffer = bytearray(1 << 20)
-    for name, tensor in checkpoint_of(shards).tensors.items():
-        found = tensor_checksum(tensor, buffer=buffer)
-        if found != checksums[name]:
-            wrong[name] = f"its bytes have the Adler-32 {found}, recorded is {checksums[name]}"
-    _raise_wrong(shards.directory, wrong, hint="the file is damaged, or the checksum is of other bytes; save it again")
+    from cwtrain.snapshots._sweep import sweep
+
+    tensors = list(checkpoint_of(shards).tensors.values())
+    found = sweep(tensors, workers=worker_count(workers), on_progress=on_progress).checksums
+    wrong = {
+        name: f"its bytes have the Adler-32 {value}, recorded is {checksums[name]}"
+        for name, value in found.items()
+        if value != checksums[name]
+    }
+    _raise(shards.directory, wrong, hint="the file is damaged, or the checksum is of other bytes; save it again")
 
 
-def tensor_checksum(tensor: Tensor, *, buffer: bytearray | None = None) -> str:
-    """Return the Adler-32 of a tensor's bytes, 8 hex digits."""
-    value = 1
-    with tensor.open() as file:
-        for block in file.blocks(tensor.offset, tensor.size_bytes, buffer=buffer):
-            value = zlib.adler32(block, value)
-        tensor.check(file)
-    return f"{value:08x}"
-
-
-def verify_delta(shards: Shards, checksums: Mapping[str, str], *, base: str | os.PathLike[str] | None) -> None:
+def verify_delta(
+    shards: Shards,
+    checksums: Mapping[str, str],
+    *,
+    base: str | os.PathLike[str] | None,
+    workers: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
     """Decode each frame of a delta and, with ``base``, compare the result with its Adler-32.
 
     Raises SnapshotLayoutError for tensors that the base does not have, ChecksumError that names all wrong frames.
     """
-    from cwtrain.snapshots import _codec
-
-    root = open_checkpoint(base) if base is not None else None
     blobs = checkpoint_of(shards).tensors
-    if root is not None:
-        _check_known(shards.directory, blobs, root)
-    wrong: dict[str, str] = {}
-    damaged = False
-    for name, blob in blobs.items():
-        value = 1
-        try:
-            for piece in _new_pieces(_codec, blob, root.tensors[name] if root else None):
-                value = zlib.adler32(piece, value)
-        except _codec.FrameError as error:
-            wrong[name] = f"its frame {error}"
-            damaged = True
-            continue
-        if root is not None and f"{value:08x}" != checksums[name]:
-            wrong[name] = f"on this base it has the Adler-32 {value:08x}, recorded is {checksums[name]}"
-    hint = "the delta is damaged; write it again"
-    if root is not None and not damaged:
-        hint = f"{root.path} is not the base that the delta was made from, or the delta is damaged"
-    _raise_wrong(shards.directory, wrong, hint=hint)
+    count = worker_count(workers)
+    if base is None:
+        damaged = _check_frames(list(blobs.values()), workers=count, on_progress=on_progress)
+        _raise(shards.directory, damaged, hint="the delta is damaged; write it again")
+        return
+    from cwtrain.snapshots._sweep import sweep
+
+    root = open_checkpoint(base)
+    check_known(shards.directory, blobs, root)
+    changes = {
+        name: Change(blob=blob, encoding="xor", algorithm=ADLER32, checksum=checksums[name])
+        for name, blob in blobs.items()
+    }
+    tensors = [tensor for name, tensor in root.tensors.items() if name in changes]
+    swept = sweep(tensors, changes=changes, workers=count, on_progress=on_progress)
+    raise_wrong(shards.directory, {name: swept.wrong[name] for name in blobs if name in swept.wrong}, base=root.path)
 
 
-def _check_known(place: str, blobs: Mapping[str, Tensor], base: Checkpoint) -> None:
-    unknown = [name for name in blobs if name not in base.tensors]
-    problems = [f"tensor {name!r} is not in the base {base.path}" for name in unknown]
-    raise_problems(
-        place,
-        problems,
-        hint="the delta was made from another base; with tied embeddings one side may store lm_head and the other not",
-    )
+def _check_frames(blobs: Sequence[Tensor], *, workers: int, on_progress: OnProgress | None) -> dict[str, str]:
+    """Decode frames without their base, and return what is wrong with them."""
+    from cwtrain.snapshots._codec import CHUNK_BYTES
+    from cwtrain.snapshots._decoder import Decoder, decoded_pieces
+    from cwtrain.snapshots._frames import FrameError
+    from cwtrain.snapshots._zstd import encoder_library
+
+    library = encoder_library()
+    progress = Progress(sum(blob.size_bytes for blob in blobs), on_progress)
+    local = threading.local()
+
+    def work(group: list[Tensor], check: Callable[[], None]) -> dict[str, str]:
+        if not hasattr(local, "decoder"):
+            local.decoder, local.buffer = Decoder(library), bytearray(CHUNK_BYTES)
+        wrong = {}
+        with group[0].open() as file:
+            for blob in group:
+
+                def read_into(offset: int, view: memoryview, begin: int = blob.offset) -> None:
+                    file.read_into(begin + offset, view)
+
+                try:
+                    reader = local.decoder.open(read_into, blob.size_bytes, size=None)
+                    for _ in decoded_pieces(reader, memoryview(local.buffer)):
+                        check()
+                except FrameError as error:
+                    wrong[blob.name] = f"its frame {error}"
+                progress.add(blob.size_bytes)
+            group[0].check(file)
+        return wrong
+
+    found: dict[str, str] = {}
+    for wrong in ordered(work, _groups(blobs), workers=workers):
+        found |= wrong
+    return found
 
 
-def _new_pieces(codec: ModuleType, blob: Tensor, old: Tensor | None) -> Iterator[bytes | bytearray]:
-    """Yield the new bytes of a tensor piece by piece; without ``old`` what the frame decodes to."""
-    with blob.open() as file:
-
-        def read_frame(offset: int, view: memoryview) -> None:
-            file.read_into(blob.offset + offset, view)
-
-        pieces: Iterator[bytes] = codec.decode_frame(
-            read_frame, blob.size_bytes, size=None if old is None else old.size_bytes
-        )
-        yield from pieces if old is None else _xor_pieces(codec, pieces, old)
-        blob.check(file)
-
-
-def _xor_pieces(codec: ModuleType, pieces: Iterator[bytes], old: Tensor) -> Iterator[bytearray]:
-    done = 0
-    with old.open() as file:
-        for piece in pieces:
-            new = bytearray(piece)
-            before = bytearray(len(piece))
-            file.read_into(old.offset + done, memoryview(before))
-            codec.xor_into(memoryview(new), memoryview(before))
-            done += len(piece)
-            yield new
-        old.check(file)
+def _groups(blobs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield frames of one file each, several small ones together."""
+    group: list[Tensor] = []
+    size = 0
+    for blob in blobs:
+        if group and (size >= _GROUP_BYTES or len(group) == 256 or group[0].file is not blob.file):
+            yield group
+            group, size = [], 0
+        group.append(blob)
+        size += blob.size_bytes
+    if group:
+        yield group
 
 
 def decode_delta(
@@ -114,36 +128,45 @@ def decode_delta(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (name, new bytes) of each tensor that the delta directory ``delta`` changes on ``base``.
 
-    One tensor is in memory at a time. Raises what inspection raises, and ChecksumError for the first wrong tensor; what
-    was yielded before is right.
+    Deltas in encodings and checksums that the service does not take are decoded too. One tensor is in memory at a time.
+    Raises what inspection raises, ChecksumError for the first wrong tensor (what was yielded before is right), and
+    ConfigError where the library of a checksum is not installed.
     """
-    from cwtrain.snapshots import _codec
-    from cwtrain.snapshots.inspect import scan
+    from cwtrain.snapshots._codec import CHUNK_BYTES
+    from cwtrain.snapshots._patch import Blobs, Patcher
+    from cwtrain.snapshots._spans import Part
+    from cwtrain.snapshots._zstd import encoder_library
 
     root = base if isinstance(base, Checkpoint) else open_checkpoint(base)
-    # Named or not, the predecessor is `base`: so the delta may carry identities instead of numbers.
-    found = scan(os.path.abspath(os.fspath(delta)), allow_empty_delta=True, previous_identity=root.path)
-    assert found.index is not None  # scan() raised otherwise
-    assert found.shards is not None
-    if not is_delta(found.index):
-        raise_problems(found.path, [f"{INDEX_NAME}: this is a full snapshot, give the directory of a delta"])
-    shards = found.shards
-    blobs = checkpoint_of(shards).tensors
-    _check_known(found.path, blobs, root)
-    for name, blob in blobs.items():
-        try:
-            new = b"".join(_new_pieces(_codec, blob, root.tensors[name]))
-        except _codec.FrameError as error:
-            _raise_wrong(found.path, {name: f"its frame {error}"}, hint="the delta is damaged; write it again")
-            raise
-        value = f"{zlib.adler32(new):08x}"
-        if value != found.checksums[name]:
-            text = f"on this base it has the Adler-32 {value}, recorded is {found.checksums[name]}"
-            _raise_wrong(found.path, {name: text}, hint=f"{root.path} is not the base that the delta was made from")
-        yield name, new
+    found = open_delta(delta, base=root)
+    make_hashers = {change.algorithm: hashers(change.algorithm) for change in found.changes.values()}
+    patcher = Patcher(encoder_library(), make_hashers)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for name, change in found.changes.items():
+        old = root.tensors[name]
+        size = old.size_bytes
+        new = bytearray(size)
+        with old.open() as file, Blobs() as blobs:
+            for start in range(0, max(size, 1), CHUNK_BYTES):
+                part = Part(0, start, min(CHUNK_BYTES, size - start))
+                before, after = buffer[: part.length], memoryview(new)[start : start + part.length]
+                file.read_into(old.offset + start, before)
+                if wrong := patcher.patch(change, part, size, before, after, blobs):
+                    raise_wrong(found.path, {name: wrong}, base=root.path)
+            old.check(file)
+            blobs.check()
+        yield name, bytes(new)
 
 
-def _raise_wrong(place: str, wrong: Mapping[str, str], *, hint: str) -> None:
+def raise_wrong(place: str, wrong: Mapping[str, Wrong], *, base: str) -> None:
+    """Raise ChecksumError that names all changes of the delta at ``place`` that do not work out on ``base``, if any."""
+    hint = f"{base} is not the base that the delta was made from, or the delta is damaged"
+    if any(item.damaged for item in wrong.values()):
+        hint = "the delta is damaged; write it again"
+    _raise(place, {name: item.text for name, item in wrong.items()}, hint=hint)
+
+
+def _raise(place: str, wrong: Mapping[str, str], *, hint: str) -> None:
     if not wrong:
         return
     lines = [f"tensor {name!r}: {text}" for name, text in list(wrong.items())[:_EXAMPLES]]

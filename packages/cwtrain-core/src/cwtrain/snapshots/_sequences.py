@@ -1,0 +1,173 @@
+"""Where the zeros are: from the XOR of two versions to the matches that zstd is given.
+
+The XOR of a sparse update is a byte or two, then a run of zeros. zstd's own search finds that slowly and badly; we know
+it exactly. Each run of at least four zeros becomes one sequence: the pending bytes and the first zero as literals, the
+rest of the run as a match at offset 1. It works on bytes, so it serves every dtype; but what lies between the first and
+the last non-zero byte of one 8-byte word is always literals, which costs under 1 % of the size and saves half of the
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Bytes, round_up
+
+MIN_RUN = 4
+DENSE = 0.55
+"""From this part of non-zero words on, matches do not pay: literals only."""
+
+RECORD_BYTES = 16
+"""Length of one sequence as zstd takes it: four uint32."""
+
+EQUAL = -1
+
+_Words = npt.NDArray[np.uint64]
+_Places = npt.NDArray[np.intp]
+
+
+class Found(NamedTuple):
+    """What was found in one part: bytes that are not zero, and its sequences among the records of the builder.
+
+    ``records`` is how many, ``EQUAL`` where all bytes are zero, 0 where all are literals.
+    """
+
+    changed_bytes: int
+    first: int
+    records: int
+
+
+_NOTHING = Found(0, 0, EQUAL)
+
+
+def _tables() -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    """Return for each mask of non-zero bytes of a word: the first of them, the one past the last, how many."""
+    masks = range(256)
+    first = [(mask & -mask).bit_length() - 1 if mask else 0 for mask in masks]
+    past = [mask.bit_length() for mask in masks]
+    return np.array(first, np.int32), np.array(past, np.int32), np.array([m.bit_count() for m in masks], np.uint8)
+
+
+_FIRST, _PAST, _COUNT = _tables()
+
+
+class SequenceBuilder:
+    """One worker's scratch arrays: about 5 MiB for chunks of 1 MiB, of which sparse data touches a fraction."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        words = chunk_bytes // WORD_BYTES + MAX_PARTS
+        entries = words + MAX_PARTS
+        self._nonzero = np.empty(words, np.bool_)
+        self._gathered = np.empty(words, np.uint64)
+        self._base = np.empty(words, np.int32)
+        self._ends = np.empty(entries, np.int32)
+        self._starts = np.empty(entries, np.int32)
+        self._gaps = np.empty(entries, np.int32)
+        self._kept = np.empty(entries, np.bool_)
+        self._from = np.empty(entries, np.int32)
+        self._to = np.empty(entries, np.int32)
+        records = np.zeros((entries, 4), np.uint32)
+        records[:, 0] = 1
+        self._records = records.view(np.int32)
+        self.address = int(records.ctypes.data)
+        """Address of the records: offset, literals, match length, 0."""
+
+    def find(self, data: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
+        """Return what is in each part of ``data``: XORed bytes, each part from its position on, zeros between them.
+
+        The records stay valid until the next call.
+        """
+        words = data.view(np.uint64)
+        nonzero = np.not_equal(words, 0, out=self._nonzero[: words.size])
+        where = np.flatnonzero(nonzero)
+        if not where.size:
+            return [_NOTHING] * len(lengths)
+        if len(lengths) > 1:
+            return self._find_many(data, words, where, lengths, positions)
+        if where.size > DENSE * words.size:
+            return [Found(self._count(data), 0, 0)]
+        return [self._find_one(words, where, lengths[0])]
+
+    def _find_one(self, words: _Words, where: _Places, length: int) -> Found:
+        count = where.size
+        masks, base = self._edges(words, where)
+        run_from, run_to = self._ends[: count + 1], self._starts[: count + 1]
+        run_from[0], run_to[count] = 0, length
+        _PAST.take(masks, out=run_from[1:], mode="clip")
+        np.add(run_from[1:], base, out=run_from[1:])
+        _FIRST.take(masks, out=run_to[:count], mode="clip")
+        np.add(run_to[:count], base, out=run_to[:count])
+        kept = self._write_records(run_from, run_to)
+        return Found(int(_COUNT.take(masks).sum(dtype=np.int64)), 0, kept.size)
+
+    def _find_many(
+        self, data: Bytes, words: _Words, where: _Places, lengths: Sequence[int], positions: Sequence[int]
+    ) -> list[Found]:
+        begins, sizes = np.array(positions, np.int64), np.array(lengths, np.int64)
+        borders = np.searchsorted(where, np.append(begins // WORD_BYTES, words.size))
+        counts = np.diff(borders)
+        dense = counts > DENSE * ((sizes + WORD_BYTES - 1) // WORD_BYTES)
+        if np.all(dense | (counts == 0)):
+            return [
+                Found(self._count(data[at : at + round_up(length)]), 0, 0) if count else _NOTHING
+                for at, length, count in zip(positions, lengths, counts.tolist(), strict=True)
+            ]
+        masks, base = self._edges(words, where)
+        # Each part has one run more than non-zero words: the one before its first, or the one after its last.
+        run_from = np.insert(_PAST.take(masks) + base, borders[:-1], begins)
+        run_to = np.insert(_FIRST.take(masks) + base, borders[1:], begins + sizes)
+        kept = self._write_records(run_from, run_to)
+        records = np.searchsorted(kept, borders + np.arange(borders.size))  # the first record of each part
+        own = np.flatnonzero(
+            np.diff(records)
+        )  # parts that have any: their first takes its literals from their begin on
+        leading = records[own]
+        self._records[leading, 1] = self._from[leading] - begins[own]
+        totals = np.concatenate(([0], np.cumsum(_COUNT.take(masks), dtype=np.int64)))[borders]
+        return [
+            Found(changed, first, 0 if is_dense else last - first) if count else _NOTHING
+            for changed, first, last, count, is_dense in zip(
+                np.diff(totals).tolist(),
+                records[:-1].tolist(),
+                records[1:].tolist(),
+                counts.tolist(),
+                dense.tolist(),
+                strict=True,
+            )
+        ]
+
+    def _edges(self, words: _Words, where: _Places) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """Return for each non-zero word the mask of its non-zero bytes, and where it begins."""
+        gathered = words.take(where, out=self._gathered[: where.size], mode="clip")
+        base = self._base[: where.size]
+        base[:] = where
+        np.left_shift(base, 3, out=base)
+        return np.packbits(gathered.view(np.uint8), bitorder="little"), base
+
+    def _write_records(self, run_from: npt.NDArray[np.int32], run_to: npt.NDArray[np.int32]) -> _Places:
+        """Write a record for each run of zeros that is long enough, as if all were of one part; return which."""
+        size = run_from.size
+        gaps = np.subtract(run_to, run_from, out=self._gaps[:size])
+        kept = np.flatnonzero(np.greater_equal(gaps, MIN_RUN, out=self._kept[:size]))
+        count = kept.size
+        if count:
+            match_from = run_from.take(kept, out=self._from[:count], mode="clip")
+            match_to = run_to.take(kept, out=self._to[:count], mode="clip")
+            np.add(match_from, 1, out=match_from)
+            np.subtract(match_to, match_from, out=self._records[:count, 2])
+            np.subtract(match_from[1:], match_to[:-1], out=self._records[1:count, 1])
+            self._records[0, 1] = match_from[0]
+        return kept
+
+    def _count(self, data: Bytes) -> int:
+        """Return how many bytes are not zero, without a large temporary array."""
+        total = 0
+        step = self._nonzero.size
+        for start in range(0, data.size, step):
+            piece = data[start : start + step]
+            total += int(np.count_nonzero(np.not_equal(piece, 0, out=self._nonzero[: piece.size])))
+        return total
