@@ -75,6 +75,7 @@ def run_demo(
         with _phase(result, "start"):
             say(f"starting the emulator with {config.replicas} replicas")
             emulator = stack.enter_context(_emulator(config, root))
+            say(f"watch it at {emulator.page_url}")
             stack.enter_context(_environment(emulator.env))
             client, store = stack.enter_context(InferenceClient()), s3_client()
         with _phase(result, "create"):

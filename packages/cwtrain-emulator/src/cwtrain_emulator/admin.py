@@ -1,4 +1,4 @@
-"""The emulator's own routes, for tests and for eyes: ``/emulator/v1/...`` and the page at ``/``."""
+"""The emulator's own routes, for tests: ``/emulator/v1/...``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from cwtrain_emulator.api.app import JsonResponse, endpoint
@@ -26,7 +26,7 @@ _SHOWN_HOT_LOADS = 50
 
 
 def admin_routes(service: Service, log: RequestLog) -> list[BaseRoute]:
-    """Return the routes; all but the page want a token, of either role."""
+    """Return the routes; all but the one for health want a token, of either role."""
 
     def state(service: Service, request: Request) -> dict[str, Any]:
         def all_of(kind: Kind) -> list[dict[str, Any]]:
@@ -55,9 +55,6 @@ def admin_routes(service: Service, log: RequestLog) -> list[BaseRoute]:
             raise not_found("request", request_id)
         return {"request_id": request_id, "attempts": [_attempt(attempt) for attempt in attempts]}
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(_PAGE)
-
     async def health(request: Request) -> Response:
         return JsonResponse({"status": "ok"})
 
@@ -67,7 +64,6 @@ def admin_routes(service: Service, log: RequestLog) -> list[BaseRoute]:
         Route("/emulator/v1/replicas/{name}", endpoint(service, replica_state, role="viewer")),
         Route("/emulator/v1/replicas/{name}/tensors", endpoint(service, tensors, role="viewer")),
         Route("/emulator/v1/requests/{id:path}", endpoint(service, request_record, role="viewer")),
-        Route("/", page),
     ]
 
 
@@ -134,16 +130,3 @@ def _attempt(record: dict[str, Any]) -> dict[str, Any]:
         tokens = list(itertools.chain.from_iterable([identity] * count for identity, count in choice["runs"]))
         choices.append({"index": choice["index"], "prompt_read_with": choice["prompt_read_with"], "tokens": tokens})
     return {**record, "choices": choices}
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>cwtrain emulator</title>
-<style>:root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:2rem auto;padding:0 1rem}
-code{font-size:.95em}</style></head><body>
-<h1>cwtrain emulator</h1>
-<p>Dedicated Inference on one machine. The API is under <code>/v1alpha1/inference</code>, the OpenAI-compatible endpoint
-under <code>/v1</code>, and what runs here under <code>/emulator/v1/state</code> (with a token).</p>
-</body></html>
-"""

@@ -143,6 +143,11 @@ class Emulator:
         return str(self._value("gateway_url"))
 
     @property
+    def page_url(self) -> str:
+        """Where a browser shows what runs here."""
+        return str(self._value("page_url"))
+
+    @property
     def admin_token(self) -> str:
         """Token with the role Inference Admin."""
         return str(self._value("admin_token"))

@@ -29,6 +29,8 @@ from cwtrain_emulator.api.service import Service, gateway_zones
 from cwtrain_emulator.gateway.app import Gateway, gateway_app, gateway_routes
 from cwtrain_emulator.gateway.routing import Router
 from cwtrain_emulator.keys import Keys
+from cwtrain_emulator.page.activity import Activity, LogProblems, Watched
+from cwtrain_emulator.page.routes import page_routes, page_url
 from cwtrain_emulator.replica.pool import Pool
 from cwtrain_emulator.s3.client import S3Client, S3Config, S3Error, credentials_from_env, is_loopback
 from cwtrain_emulator.s3.weed import WeedServer
@@ -63,8 +65,9 @@ class _Server(uvicorn.Server):
 class PortListeners:
     """One server per port, on this event loop."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, activity: Activity) -> None:
         self._host = host
+        self._activity = activity
         self._gateway: Gateway | None = None
         self._running: dict[str, tuple[_Server, asyncio.Task[None], int]] = {}
 
@@ -88,7 +91,7 @@ class PortListeners:
     def listen(self, name: str, app: ASGIApp, sock: socket.socket) -> None:
         """Serve `app` on a bound socket."""
         config = uvicorn.Config(
-            Edge(app, loopback_only=is_loopback(self._host)),
+            Edge(Watched(app, self._activity), loopback_only=is_loopback(self._host)),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -154,7 +157,9 @@ class _Emulator:
         self.keys = Keys.load_or_create(settings.state_dir)
         self.store = Store(settings.state_dir / "state.sqlite3")
         self._weed: WeedServer | None = None
-        self._listeners = PortListeners(settings.host)
+        self._activity = Activity(clock=time.time)
+        self._log_problems = LogProblems(self._activity)
+        self._listeners = PortListeners(settings.host, self._activity)
         self._loop_task: asyncio.Task[None] | None = None
         self._pool: Pool | None = None
         self.service: Service
@@ -162,6 +167,7 @@ class _Emulator:
     async def start(self) -> None:
         """Start the store, then everything that needs it."""
         settings, keys = self._settings, self.keys
+        logging.getLogger("cwtrain_emulator").addHandler(self._log_problems)
         s3_endpoint, service_key, session_token = await self._start_store()
         s3 = S3Config(s3_endpoint, *service_key, region=settings.region, session_token=session_token)
         controller = Controller(
@@ -201,7 +207,11 @@ class _Emulator:
         )
         gateway = Gateway(self.service, Router(self.store, pool))
         self._listeners.attach(gateway)
-        routes = [*gateway_routes(gateway, None), *admin_routes(self.service, gateway.log)]
+        routes = [
+            *gateway_routes(gateway, None),
+            *admin_routes(self.service, gateway.log),
+            *page_routes(self.service, self._activity),
+        ]
         controller.start(pool, self._listeners)
         self._listeners.listen("", make_app(self.service, routes), self._listening)
         self._loop_task = asyncio.create_task(controller.run())
@@ -222,6 +232,7 @@ class _Emulator:
 
     async def stop(self) -> None:
         """Take everything down."""
+        logging.getLogger("cwtrain_emulator").removeHandler(self._log_problems)
         if self._loop_task is not None:
             self._loop_task.cancel()
         # Replicas before listeners: what waits for a replica gets its answer, and the server can end.
@@ -280,6 +291,7 @@ def description(service: Service) -> dict[str, Any]:
     return {
         "base_url": service.base_url,
         "gateway_url": service.base_url,
+        "page_url": page_url(service),
         "admin_token": keys.admin_token,
         "viewer_token": keys.viewer_token,
         "s3_endpoint": service.s3_endpoint,
@@ -355,7 +367,8 @@ def _announce(values: dict[str, Any], *, as_shell: bool) -> None:
         text = json.dumps(values) + "\n"
     sys.stdout.write(text)
     sys.stdout.flush()
-    print(f"cwtrain emulator at {values['base_url']}, bucket {values['bucket']}", file=sys.stderr)  # noqa: T201
+    said = f"cwtrain emulator at {values['base_url']}, bucket {values['bucket']}; watch it at {values['base_url']}/"
+    print(said, file=sys.stderr)  # noqa: T201
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

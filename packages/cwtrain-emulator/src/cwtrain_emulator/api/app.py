@@ -137,12 +137,15 @@ def _routes(service: Service) -> list[BaseRoute]:
     ]
 
 
-def endpoint(service: Service, handler: Handler, *, role: str) -> Endpoint:
-    """Return a handler as an ASGI endpoint that wants a token of `role` (admin may do what viewer may)."""
+def endpoint(service: Service, handler: Handler, *, role: str | None) -> Endpoint:
+    """Return a handler as an ASGI endpoint that wants a token of `role` (admin may do what viewer may).
+
+    With `role` None the handler looks itself who is asking.
+    """
 
     async def call(request: Request) -> Response:
         known = service.role_of(bearer_token(request))
-        if known is None:
+        if known is None and role is not None:
             raise unauthenticated()
         if role == "admin" and known != "admin":
             raise permission_denied("the token's role is Inference Viewer; this call needs Inference Admin")
