@@ -217,7 +217,7 @@ def test_null_is_absent_and_unknown_fields_are_ignored(service: Api) -> None:
     ["CAPACITY_TYPE_MANAGED", "capacity_type_managed", "Capacity_Type_Managed", "MANAGED", "managed", "mAnAgEd", 2],
 )
 def test_enums_come_in_as_names_or_numbers_and_go_out_as_names(service: Api, form: str | int) -> None:
-    """An enum may come as its name, in any case, with or without the prefix, or as its number; it goes out as a name."""
+    """An enum may come as a name, in any case, with or without the prefix, or as a number; it goes out as a name."""
     made = service.ok("POST", "/capacityclaims", claim_body(capacityType=form))["capacityClaim"]
     assert made["spec"]["resources"]["capacityType"] == "CAPACITY_TYPE_MANAGED"
     service.ok("DELETE", f"/capacityclaims/{made['spec']['id']}")
