@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import requests
 
 from cwtrain_emulator.emulator import Emulator
-from helpers.conformance import bucket_of, put_snapshot, refused
+from helpers.conformance import bucket_of, gateway_body, put_snapshot, refusal, refused
 from helpers.emulator_api import Api, hot_load_body
 from helpers.tiny_delta import Files
 
@@ -136,3 +139,49 @@ def test_other_deployments_are_free(
     api.until_gone(f"/deployments/{other['spec']['id']}")
     assert api.ok("GET", f"/hotLoads/{found}")["hotLoad"] == ended
     assert refused(api, "POST", "/hotLoads", hot_load_body(other["spec"]["id"], "v0")).code == "NOT_FOUND"
+
+
+@pytest.mark.parametrize("same_id", [True, False])
+def test_of_creates_at_the_same_moment_one_wins(
+    api: Api, slow: Emulator, gateway: str, tiny_model: Files, same_id: bool
+) -> None:
+    """The interlock and the ids hold for calls that race: one is accepted, the others are told so."""
+    deployment = api.deployment(gateway, slow.bucket)
+    put_snapshot(bucket_of(slow), deployment, "v0", tiny_model)
+    body, mine = hot_load_body(deployment["spec"]["id"], "v0"), str(uuid.uuid4())
+    bodies = [{**body, "hotLoadId": mine if same_id else str(uuid.uuid4())} for _ in range(6)]
+    answers = at_once(slow, "/hotLoads", bodies)
+    assert sum(answer.status_code == 200 for answer in answers) == 1
+    codes = {refusal(answer).code for answer in answers if answer.status_code != 200}
+    assert codes == {"ALREADY_EXISTS" if same_id else "FAILED_PRECONDITION"}
+    listed = api.ok("GET", f"/hotLoads?parentDeploymentId={deployment['spec']['id']}")["hotLoads"]
+    assert len(listed) == 1
+    api.ok("DELETE", f"/deployments/{deployment['spec']['id']}")
+
+
+@pytest.mark.parametrize("shared", ["id", "name"])
+def test_of_resources_made_at_the_same_moment_one_stays(api: Api, slow: Emulator, shared: str) -> None:
+    """Ids and names are one resource's, for creates that race, too."""
+    value = str(uuid.uuid4())
+    answers = at_once(slow, "/gateways", [gateway_body(**{shared: value}) for _ in range(6)])
+    assert sum(answer.status_code == 200 for answer in answers) == 1
+    assert {refusal(answer).code for answer in answers if answer.status_code != 200} == {"ALREADY_EXISTS"}
+    made = [item["spec"]["id"] for item in api.ok("GET", "/gateways")["items"] if item["spec"][shared] == value]
+    assert len(made) == 1
+    api.ok("DELETE", f"/gateways/{made[0]}")
+
+
+def at_once(emulator: Emulator, path: str, bodies: list[dict[str, Any]]) -> list[requests.Response]:
+    """Send creates from as many threads as there are bodies, at one moment."""
+    barrier = threading.Barrier(len(bodies))
+
+    def send(body: dict[str, Any]) -> requests.Response:
+        caller = Api(emulator.base_url, emulator.admin_token)
+        try:
+            barrier.wait(30)
+            return caller.call("POST", path, body)
+        finally:
+            caller.close()
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(send, bodies))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cwtrain_emulator.emulator import Emulator
-from helpers.conformance import ABSENT, claim_body, gateway_body, idle_deployment_body, refused
+from helpers.conformance import ABSENT, claim_body, gateway_body, idle_deployment_body, refusal, refused
 from helpers.emulator_api import Api
 
 
@@ -181,6 +181,17 @@ def test_a_delete_answers_the_last_state_and_the_resource_is_deleting_until_it_i
     for method in ("GET", "DELETE"):
         assert refused(service, method, kind.one(made)).code == "NOT_FOUND"
     assert made["spec"]["id"] not in [item["spec"]["id"] for item in service.ok("GET", kind.path)["items"]]
+
+
+def test_a_delete_may_be_repeated(service: Api, kind: Kind, made: dict[str, Any]) -> None:
+    """A repeat of a DELETE whose answer was lost is answered like the first, until it is NOT_FOUND."""
+    first = service.ok("DELETE", kind.one(made))[kind.key]
+    second = service.call("DELETE", kind.one(made))
+    if second.status_code == 200:
+        assert second.json()[kind.key] == first
+    else:
+        assert refusal(second).code == "NOT_FOUND"
+    service.until_gone(kind.one(made))
 
 
 def test_a_deleted_id_and_name_are_free_again(service: Api, kind: Kind) -> None:
