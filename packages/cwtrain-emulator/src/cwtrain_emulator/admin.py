@@ -1,4 +1,4 @@
-"""The emulator's own routes, for tests: ``/emulator/v1/...``."""
+"""The emulator's own routes, for tests and tools: ``/emulator/v1/...`` and ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cwtrain_emulator.api.hot_loads import shown_hot_load
 from cwtrain_emulator.api.resources import Kind, shown
 from cwtrain_emulator.api.service import Service
 from cwtrain_emulator.gateway.app import RequestLog
+from cwtrain_emulator.openapi import openapi
 from cwtrain_emulator.replica.pool import Replica, ReplicaError
 
 __all__ = ["admin_routes"]
@@ -26,7 +27,7 @@ _SHOWN_HOT_LOADS = 50
 
 
 def admin_routes(service: Service, log: RequestLog) -> list[BaseRoute]:
-    """Return the routes; all but the one for health want a token, of either role."""
+    """Return the routes; all but those for health and for the description want a token, of either role."""
 
     def state(service: Service, request: Request) -> dict[str, Any]:
         def all_of(kind: Kind) -> list[dict[str, Any]]:
@@ -58,7 +59,11 @@ def admin_routes(service: Service, log: RequestLog) -> list[BaseRoute]:
     async def health(request: Request) -> Response:
         return JsonResponse({"status": "ok"})
 
+    async def description(request: Request) -> Response:
+        return JsonResponse(openapi())
+
     return [
+        Route("/openapi.json", description),
         Route("/emulator/v1/health", health),
         Route("/emulator/v1/state", endpoint(service, state, role="viewer")),
         Route("/emulator/v1/replicas/{name}", endpoint(service, replica_state, role="viewer")),
