@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Playwright, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-CHROMIUM = "/usr/bin/chromium"
 # A browser that looks at one page on this machine and talks to nobody else.
 FLAGS = (
     "--no-sandbox",
@@ -28,7 +28,6 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--font-render-hinting=none",
 )
 LIMIT_BYTES = 200_000
 _WATCH = re.compile(r"watch it at (http://\S+)")
@@ -48,7 +47,7 @@ def main() -> None:
         try:
             url = page_of(demo)
             with sync_playwright() as playwright:
-                browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=list(FLAGS))
+                browser = launch(playwright, "--font-render-hinting=none")
                 take(browser, url, arguments.out / "emulator-page.png", arguments.after, width=1200)
                 take(browser, url, arguments.out / "emulator-page-dark.png", arguments.after, width=390, dark=True)
                 browser.close()
@@ -57,6 +56,14 @@ def main() -> None:
             if demo.stderr is not None:
                 demo.stderr.close()
             demo.wait()
+
+
+def launch(playwright: Playwright, *more_flags: str) -> Browser:
+    """Start the machine's Chromium, headless, with an empty profile of its own."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        sys.exit("Chromium is missing: apt-get install -y --no-install-recommends chromium fonts-dejavu-core")
+    return playwright.chromium.launch(executable_path=path, headless=True, args=[*FLAGS, *more_flags])
 
 
 def page_of(demo: subprocess.Popen[str]) -> str:

@@ -40,7 +40,7 @@ KNOWN = {
         _programs("radosgw", "ceph-mon", "ceph-osd"),
         "apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd",
     ),
-    "chromium": Requirement(_chromium, "apt-get install -y --no-install-recommends chromium"),
+    "chromium": Requirement(_chromium, "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"),
     "openssl": Requirement(_programs("openssl"), "apt-get install -y openssl"),
     "peer": Requirement(_peer, "make a venv with the published wheel and set CWTRAIN_TEST_PEER to its python"),
     "ray": Requirement(_module("ray"), "uv pip install ray"),
