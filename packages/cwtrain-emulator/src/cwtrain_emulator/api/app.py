@@ -64,9 +64,13 @@ def make_app(service: Service, extra_routes: list[BaseRoute]) -> Starlette:
             return JsonResponse(refusal.body, status_code=refusal.status)
         raise exc
 
+    async def nobody_listens(request: Request, exc: Exception) -> Response:
+        # The caller hung up in the middle of its request: there is nobody to answer, and nothing to log.
+        return Response(status_code=499)
+
     return Starlette(
         routes=[Mount(PREFIX, routes=_routes(service)), *extra_routes],
-        exception_handlers={ApiError: refuse, HTTPException: refuse},
+        exception_handlers={ApiError: refuse, HTTPException: refuse, ClientDisconnect: nobody_listens},
     )
 
 
