@@ -51,13 +51,13 @@ def test_parts_of_any_object_make_the_whole(
         assert source.hash().sha256 == sha256(wanted)
         sent = bytearray()
         for part in range(source.parts):
-            body = source.body(part, on_bytes=lambda count: None, block=7)
-            body.read(reads[0])
-            body.seek(0)  # a repeated request
-            turn = 0
-            while piece := body.read(reads[turn % len(reads)]):
-                sent += piece
-                turn += 1
+            with source.body(part, on_bytes=lambda count: None, block=7) as body:
+                body.read(reads[0])
+                body.seek(0)  # a repeated request
+                turn = 0
+                while piece := body.read(reads[turn % len(reads)]):
+                    sent += piece
+                    turn += 1
         source.close()
     assert bytes(sent) == wanted
 

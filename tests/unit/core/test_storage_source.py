@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ from helpers.upload_files import describe, noise, sha256, write
 HERE = Location("memory")
 SHARD = "model-00001-of-00001.safetensors"
 SIZE = 60_000
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 def overwrite(path: Path) -> None:
@@ -118,14 +125,14 @@ def test_a_copy_with_the_same_time_is_another_file(tmp_path: Path) -> None:
 def test_a_change_while_it_is_hashed(tmp_path: Path) -> None:
     (file,) = write(tmp_path, {SHARD: noise(1, 3 << 20)})
     source = Source(file, part_bytes=1 << 20, stopped=threading.Event())
-    real = source.read
+    real = source.readinto
 
-    def read(offset: int, size: int) -> bytes:
+    def readinto(offset: int, into: memoryview) -> int:
         if offset == 2 << 20:
             overwrite(tmp_path / SHARD)
-        return real(offset, size)
+        return real(offset, into)
 
-    source.read = read  # type: ignore[method-assign]
+    source.readinto = readinto  # type: ignore[method-assign]
     with pytest.raises(SnapshotChangedError, match="written to"):
         source.hash()
     source.close()
@@ -138,20 +145,24 @@ def test_parts_make_the_whole(tmp_path: Path, size: int) -> None:
     source = Source(file, part_bytes=8_000, stopped=threading.Event())
     assert source.hash().sha256 == sha256(data)
     counted: list[int] = []
-    bodies = [source.body(part, on_bytes=counted.append, block=1_000) for part in range(source.parts)]
-    assert b"".join(body.read() for body in bodies) == data
-    assert sum(counted) == sum(map(len, bodies)) == size
+    sent = []
+    for part in range(source.parts):
+        with source.body(part, on_bytes=counted.append, block=1_000) as body:
+            sent.append(body.read())
+            assert len(sent[-1]) == len(body)
+    assert b"".join(sent) == data
+    assert sum(counted) == size
     source.close()
 
 
-def test_a_part_can_be_sent_again(tmp_path: Path) -> None:
+def test_a_part_can_be_sent_again(tmp_path: Path, stack: ExitStack) -> None:
     """A request that is repeated starts over, and what it took before does not count."""
     data = noise(1, 10_000)
     (file,) = write(tmp_path, {SHARD: data})
     source = Source(file, part_bytes=8_000, stopped=threading.Event())
     source.hash()
     counted: list[int] = []
-    body = source.body(0, on_bytes=counted.append, block=1_000)
+    body = stack.enter_context(source.body(0, on_bytes=counted.append, block=1_000))
     assert body.read(100) == data[:100]
     assert body.tell() == 100
     assert len(body) == 8_000
@@ -167,12 +178,12 @@ def test_a_part_can_be_sent_again(tmp_path: Path) -> None:
     source.close()
 
 
-def test_a_stopped_upload_stops_reading(tmp_path: Path) -> None:
+def test_a_stopped_upload_stops_reading(tmp_path: Path, stack: ExitStack) -> None:
     (file,) = write(tmp_path, {SHARD: noise(1, 10_000)})
     stopped = threading.Event()
     source = Source(file, part_bytes=8_000, stopped=stopped)
     source.hash()
-    body = source.body(0, on_bytes=lambda count: None)
+    body = stack.enter_context(source.body(0, on_bytes=lambda count: None))
     stopped.set()
     with pytest.raises(SendingStopped):
         body.read(1)

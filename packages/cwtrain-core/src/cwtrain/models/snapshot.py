@@ -49,6 +49,9 @@ class SnapshotFile:
     mtime_ns: int = 0
     inode: int = 0
     device: int = 0
+    sha256: str | None = None
+    """SHA-256 of the object's bytes in lower-case hex, where its writer recorded it for the file as described here
+    (same size, ``mtime_ns`` and ``inode``). It saves a read; the bytes that are sent must still come to it."""
 
 
 @attrs.frozen(kw_only=True)

@@ -13,6 +13,7 @@ from cwtrain.errors import ConfigError, SnapshotLayoutError
 from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots import identity as identities
 from cwtrain.snapshots._delta_rules import Versions, check_blobs, check_formats, check_versions, read_checksums
+from cwtrain.snapshots._digests import recorded_digest
 from cwtrain.snapshots._files import Entry, RegularFile, list_directory
 from cwtrain.snapshots._json import MAX_JSON_BYTES
 from cwtrain.snapshots._shards import NUMBERED, Shards, read_shards, take_spare, without_duplicates
@@ -331,15 +332,20 @@ def _plain_file(path: str, entry: Entry) -> SnapshotFile:
         mtime_ns=entry.mtime_ns,
         inode=entry.inode,
         device=entry.device,
+        sha256=recorded_digest(path, inode=entry.inode, size_bytes=entry.size_bytes, mtime_ns=entry.mtime_ns),
     )
 
 
 def _shard_file(shards: Shards, shard: str, header: Header) -> SnapshotFile:
     duplicates = shards.duplicates.get(shard)
+    sha256 = None
     if duplicates:
         head, ranges = without_duplicates(header, duplicates)
     else:
         head, ranges = b"", ((0, header.file_bytes),)
+        sha256 = recorded_digest(
+            shards.path(shard), inode=header.inode, size_bytes=header.file_bytes, mtime_ns=header.mtime_ns
+        )
     return SnapshotFile(
         name=shard,
         size_bytes=len(head) + sum(length for _, length in ranges),
@@ -350,6 +356,7 @@ def _shard_file(shards: Shards, shard: str, header: Header) -> SnapshotFile:
         mtime_ns=header.mtime_ns,
         inode=header.inode,
         device=header.device,
+        sha256=sha256,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import attrs
@@ -17,10 +18,11 @@ from cwtrain.errors import (
     TransportError,
 )
 from cwtrain.models.snapshot import SnapshotFile
+from cwtrain.storage._buffers import Buffers
 from cwtrain.storage._crew import Crew, run_all
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._open_uploads import UploadRecord, abort_quietly
-from cwtrain.storage._source import Source
+from cwtrain.storage._source import PartBody, Source
 from cwtrain.storage.claim import refuses_condition
 from cwtrain.storage.plan import SHA256_KEY
 from cwtrain.storage.report import ObjectDigest
@@ -88,6 +90,7 @@ class Sender:
         self._waiting: deque[_Transfer] = deque()
         self._ready: deque[Callable[[], None]] = deque()
         self._hashing = 0
+        self._buffers = Buffers()
         self.digests: dict[str, ObjectDigest] = {}
         self.done = 0
 
@@ -95,7 +98,7 @@ class Sender:
         """Return size and SHA-256 of a file that is sent later. Raises SnapshotChangedError."""
         source = Source(file, part_bytes=max(1, file.size_bytes), stopped=self._crew.stopped)
         try:
-            self.digests[file.name] = source.hash()
+            self.digests[file.name] = source.learn()
         finally:
             source.close()
         return self.digests[file.name]
@@ -129,7 +132,7 @@ class Sender:
 
     def _prepare(self, transfer: _Transfer) -> None:
         try:
-            digest = transfer.source.hash()
+            digest = transfer.source.learn()
         finally:
             with self._crew.changed:
                 self._hashing -= 1
@@ -153,16 +156,16 @@ class Sender:
 
     def _put(self, transfer: _Transfer) -> None:
         def write(if_absent: bool) -> None:
-            body = transfer.source.body(0, on_bytes=self._meter.add, block=self._meter.block_bytes)
-            self._store.put(transfer.key, body, metadata=self._metadata(transfer), if_absent=if_absent)
+            with self._body(transfer, 0) as body:
+                self._store.put(transfer.key, body, metadata=self._metadata(transfer), if_absent=if_absent)
 
         self._write(transfer, write)
         self._arrived(transfer)
 
     def _send_part(self, transfer: _Transfer, part: int) -> None:
         assert transfer.upload_id is not None
-        body = transfer.source.body(part, on_bytes=self._meter.add, block=self._meter.block_bytes)
-        etag = self._store.upload_part(transfer.key, transfer.upload_id, part + 1, body)
+        with self._body(transfer, part) as body:
+            etag = self._store.upload_part(transfer.key, transfer.upload_id, part + 1, body)
         with self._crew.changed:
             transfer.etags[part] = etag
             transfer.left -= 1
@@ -171,6 +174,11 @@ class Sender:
             self._abort(transfer)  # this part arrived after the abort, and would be kept
         elif complete:
             self._complete(transfer)
+
+    def _body(self, transfer: _Transfer, part: int) -> AbstractContextManager[PartBody]:
+        return transfer.source.body(
+            part, on_bytes=self._meter.add, block=self._meter.block_bytes, buffers=self._buffers
+        )
 
     def _complete(self, transfer: _Transfer) -> None:
         upload_id = transfer.upload_id

@@ -193,7 +193,7 @@ class _Comparison:
             return
         source = Source(file, part_bytes=_ONE_PART, stopped=self._crew.stopped)
         try:
-            digest = source.hash()
+            digest = source.learn()
         finally:
             source.close()
         if digest.sha256 == wanted:

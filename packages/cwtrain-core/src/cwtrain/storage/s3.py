@@ -23,6 +23,7 @@ from botocore.exceptions import BotoCoreError
 from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
 from cwtrain.storage._translate import translate
+from cwtrain.storage._wire import send_with_own_sockets
 
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
@@ -117,6 +118,7 @@ def s3_client(
             max_pool_connections=config.max_pool_connections,
         )
         _SETTINGS[client] = settings
+        send_with_own_sockets(client)
 
     def refuse_unaddressable(params: Any, **_: Any) -> None:
         # botocore would silently fall back to path style, which the store refuses with a riddle.

@@ -1,0 +1,92 @@
+"""One upload in a fresh process, with what it cost: python upload_op.py WHO DIRECTORY ENDPOINT CA_BUNDLE IDENTITY
+
+WHO is `ours`, `peer` (both call `upload_snapshot` of the `cwtrain` that this Python has), or `floor` (SHA-256 of each
+file, then sendfile). Imports, inspection and the client are outside the clock. Prints JSON: wall and CPU seconds, peak
+MiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+PART = 64 << 20
+
+
+def cwtrain_upload(who: str, directory: str, endpoint: str, ca_bundle: str, identity: str) -> Callable[[], Any]:
+    """Return the upload as users call it."""
+    from cwtrain.hotload import inspect_snapshot, upload_snapshot
+
+    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "US-EAST-04A"}
+    verify = {"verify": ca_bundle} if ca_bundle else {}
+    if who == "ours":
+        from cwtrain.infra import s3_client
+
+        client: Any = s3_client(endpoint, **keys, **verify)
+    else:
+        import boto3
+        from botocore.config import Config
+
+        config = Config(max_pool_connections=64, s3={"addressing_style": "path"})
+        client = boto3.client("s3", endpoint_url=endpoint, config=config, **keys, **verify)
+    snapshot = inspect_snapshot(directory)
+    client.list_objects_v2(Bucket="bench", Prefix="nothing")
+    return lambda: upload_snapshot(snapshot, bucket="bench", identity=identity, s3=client)
+
+
+def floor_upload(directory: str, endpoint: str, identity: str) -> Callable[[], Any]:
+    """Return SHA-256 and sendfile of every file, with one connection and nothing around it."""
+    sock = socket.create_connection((urlsplit(endpoint).hostname, urlsplit(endpoint).port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def run() -> None:
+        scratch = memoryview(bytearray(1 << 20))
+        for name in sorted(os.listdir(directory)):
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            digest = hashlib.sha256()
+            while size := os.readv(fd, [scratch]):
+                digest.update(scratch[:size])
+            total = os.fstat(fd).st_size
+            for begin in range(0, total, PART):
+                end = min(total, begin + PART)
+                target = f"/bench/{identity}/{name}.{begin}"
+                sock.sendall(f"PUT {target} HTTP/1.1\r\nContent-Length: {end - begin}\r\n\r\n".encode())
+                while begin < end:
+                    begin += os.sendfile(sock.fileno(), fd, begin, end - begin)
+                sock.recv(65536)
+            os.close(fd)
+
+    return run
+
+
+def main(who: str, directory: str, endpoint: str, ca_bundle: str, identity: str) -> None:
+    """Make it ready, run it once under the clock, print what it took."""
+    if who == "floor":
+        operation = floor_upload(directory, endpoint, identity)
+    else:
+        operation = cwtrain_upload(who, directory, endpoint, ca_bundle, identity)
+    before, began = os.times(), time.perf_counter()
+    operation()
+    wall, after = time.perf_counter() - began, os.times()
+    print(
+        json.dumps(
+            {
+                "wall": wall,
+                "cpu": after.user + after.system - before.user - before.system,
+                "user": after.user - before.user,
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
