@@ -30,6 +30,7 @@ FLAGS = (
     "--disable-sync",
 )
 LIMIT_BYTES = 200_000
+PATIENCE_MS = 300_000
 _WATCH = re.compile(r"watch it at (http://\S+)")
 
 
@@ -94,6 +95,7 @@ def take(browser: Browser, url: str, path: Path, after: int, *, width: int, dark
             return Number(shown.replace("demo-v", "")) >= after;
         }""",
         arg=after,
+        timeout=PATIENCE_MS,
     )
     page.screenshot(path=path, full_page=True)
     context.close()

@@ -146,7 +146,7 @@ function laneParts(loads, now, { x, middle, left, width, name }) {
   const bars = [];
   const labels = [];
   const nameEnds = left + name.length * 7 + 12;
-  let free = width;
+  let free = width + 8;
   for (const load of [...loads].reverse()) {
     const begin = Math.max(left, x(load.created_at));
     const size = Math.max(3, x(load.finished_at ?? now) - begin);
@@ -159,7 +159,7 @@ function laneParts(loads, now, { x, middle, left, width, name }) {
     const words = load.identity.length > 26 ? `${load.identity.slice(0, 25)}…` : load.identity;
     const long = words.length * 6.8 + 8;
     const start = Math.min(begin - 1, width - long + 8);
-    if (start + long <= free + 8 && start >= nameEnds) {
+    if (start + long <= free && start >= nameEnds) {
       labels.push(svg("text", { class: "identity halo", x: start.toFixed(1), y: middle - 14 }, words));
       free = start;
     }
