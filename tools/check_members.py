@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-TEST_TOOLS = ["pytest", "pytest-timeout"]
+# What unit tests need beside the member; none of these brings a module that a member could use by accident.
+TEST_TOOLS = ["hypothesis", "pytest", "pytest-timeout", "safetensors"]
 
 # An alias of an absent distribution must say what to install; everything else must import.
 IMPORT_ALL = """
@@ -34,7 +35,7 @@ def visit(name):
         return
     count += 1
     for info in pkgutil.iter_modules(getattr(module, "__path__", [])):
-        if info.name != "__main__":
+        if info.name not in ("__main__", "pytest_plugin"):  # the one would run, the other is for pytest alone
             visit(f"{name}.{info.name}")
 visit(sys.argv[1])
 print(f"{count} modules of {sys.argv[1]} import", *failures, sep="\\n")
@@ -51,7 +52,6 @@ def pins() -> dict[str, str]:
 def alone(member: str, command: list[str], *, extra: list[str]) -> bool:
     """Run a command in a fresh environment that holds one member and its declared dependencies."""
     tool = ["uv", "run", "--quiet", "--isolated", "--exact", "--no-default-groups", "--package", member]
-    # Optional parts of a member have their extras: without them its modules must import too.
     for requirement in extra:
         tool += ["--with", pins()[requirement]]
     environ = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
