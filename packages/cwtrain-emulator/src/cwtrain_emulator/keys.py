@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["Keys"]
+__all__ = ["Keys", "write_private"]
 
 _FILE = "keys.json"
+_SPARES = 8
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +30,13 @@ class Keys:
     def __repr__(self) -> str:
         return f"Keys(organization_id={self.organization_id!r})"
 
+    @property
+    def s3_spares(self) -> list[tuple[str, str]]:
+        """Further keys of the trainer, for credentials that expire and are renewed; the same for each state."""
+        access, secret = self.s3_trainer
+        made = [hashlib.sha256(f"{secret} spare {number}".encode()).hexdigest() for number in range(_SPARES)]
+        return [(f"{access[:-4]}{digest[:4].upper()}S{number}", digest[:40]) for number, digest in enumerate(made)]
+
     @classmethod
     def load_or_create(cls, state_dir: Path) -> Keys:
         """Return the keys of `state_dir`; they are made, and kept with mode 0600, the first time."""
@@ -36,7 +45,7 @@ class Keys:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             keys = cls._fresh()
-            _write_private(path, json.dumps(asdict(keys)))
+            write_private(path, json.dumps(asdict(keys)))
             return keys
         for name in ("s3_admin", "s3_service", "s3_trainer"):
             values[name] = tuple(values[name])
@@ -58,7 +67,8 @@ class Keys:
         )
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)

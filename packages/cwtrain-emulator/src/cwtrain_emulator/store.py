@@ -128,6 +128,12 @@ class Store:
         """Remember a value."""
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
+    def clear(self) -> None:
+        """Forget every resource and every hot-load; what is remembered by key stays."""
+        with self._transaction():
+            for table in ("resources", "hot_loads", "replicas"):
+                self._db.execute(f"DELETE FROM {table}")  # noqa: S608 - a name from the line above
+
     # Gateways, deployments, capacity claims
 
     def add_resource(self, resource: Resource) -> None:

@@ -2,7 +2,7 @@
 
 A *generation* is a directory ``gen-<number>`` with ``checkpoint/`` (the full snapshot's files with all deltas applied)
 and ``generation.json`` (identity, chain, SHA-256 of every tensor). It is built under a temporary name and renamed, so
-that what has its final name is whole.
+that what has its final name is whole. A replica that starts with less than its peers copies a generation from one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from cwtrain_emulator.snapshots import (
     parse_index,
 )
 
-__all__ = ["Generation", "NoWeightsError", "SnapshotError", "Workshop", "apply_delta", "hash_tensors"]
+__all__ = ["Generation", "NoWeightsError", "Sabotage", "SnapshotError", "Workshop", "apply_delta", "hash_tensors"]
 
 _CHUNK_BYTES = 1 << 20
 _MAX_SIDE_FILE_BYTES = 256 << 20
@@ -46,6 +47,19 @@ class SnapshotError(Exception):
 
 class NoWeightsError(SnapshotError):
     """There is no snapshot where the base weights would be."""
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """What faults do to one load: damage what was fetched, or kill the process half way."""
+
+    damage: bool = False
+    die: bool = False
+
+    def half_way(self) -> None:
+        """Die, if that is to be; as a crash: nothing is tidied up."""
+        if self.die:
+            os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -80,25 +94,35 @@ class Workshop:
         # What an earlier process left is looked at, byte by byte, before it is used.
         self._generations = [found for found in map(_read_generation, sorted(root.glob("gen-*"))) if found is not None]
 
-    def materialise(self, chain: Sequence[ChainEntry]) -> Generation:
+    def materialise(
+        self, chain: Sequence[ChainEntry], *, peers: Iterable[Path] = (), sabotage: Sabotage | None = None
+    ) -> Generation:
         """Return a generation of the chain's last identity, made from the longest part of the chain at hand.
 
-        Raises SnapshotError with the reason; then nothing has changed.
+        `peers` are the directories of other replicas, from which a longer part is copied. Raises SnapshotError with
+        the reason; then nothing has changed.
         """
+        sabotage = sabotage or Sabotage()
         entries = [entry if entry.digest else self._with_digest(entry) for entry in chain]
         wanted = tuple((entry.identity, entry.digest) for entry in entries)
-        base = self._longest_part(wanted)
+        # What is to be damaged must be made again.
+        longest = len(wanted) - 1 if sabotage.damage else len(wanted)
+        base = self._longest_part(wanted[:longest])
+        if base is None or len(base.chain) < longest:
+            base = self._copied_from(peers, wanted[:longest], len(base.chain) if base else 0) or base
         if base is not None and base.chain == wanted:
+            sabotage.half_way()
             return base
         deltas = entries[len(base.chain) :] if base is not None else entries[1:]
         if len(deltas) > MAX_REPLAYED_DELTAS:
             raise SnapshotError(
-                f"{len(deltas)} deltas would have to be replayed from the bucket; the limit is {MAX_REPLAYED_DELTAS}"
+                f"no other replica has the weights to copy, and {len(deltas)} deltas would have to be replayed from "
+                f"the bucket; the limit is {MAX_REPLAYED_DELTAS}: publish a full snapshot"
             )
         work = self._root / f"tmp-{os.getpid()}"
         shutil.rmtree(work, ignore_errors=True)
         try:
-            return self._build(work, entries, wanted, base, deltas)
+            return self._build(work, entries, wanted, base, deltas, sabotage)
         except FormatError as exc:
             raise SnapshotError(str(exc)) from exc
         except S3Error as exc:
@@ -122,11 +146,12 @@ class Workshop:
         wanted: tuple[tuple[str, str], ...],
         base: Generation | None,
         deltas: Sequence[ChainEntry],
+        sabotage: Sabotage,
     ) -> Generation:
         checkpoint = work / "checkpoint"
         checkpoint.mkdir(parents=True)
         if base is None:
-            tensors = self._fetch_full(entries[0], checkpoint)
+            tensors = self._fetch_full(entries[0], checkpoint, damage=sabotage.damage and not deltas)
         else:
             _link_files(base.checkpoint, checkpoint)
             tensors = dict(base.tensors)
@@ -138,18 +163,49 @@ class Workshop:
             problems = delta_problems(index, identity=entry.identity, previous=previous)
             if problems:
                 raise SnapshotError(f"{entry.identity}: {'; '.join(problems)}")
-            tensors.update(apply_delta(checkpoint, delta, index))
+            damage = sabotage.damage and entry is deltas[-1]
+            tensors.update(apply_delta(checkpoint, delta, index, damage=damage))
+            if entry is deltas[-1]:
+                sabotage.half_way()
             shutil.rmtree(delta)
             previous = entry.identity
+        sabotage.half_way()
         described = {"identity": entries[-1].identity, "chain": wanted, "tensors": tensors}
         (work / "generation.json").write_text(json.dumps(described))
+        return self._adopt(work, Generation(work, entries[-1].identity, wanted, tensors))
+
+    def _adopt(self, work: Path, described: Generation) -> Generation:
+        """Give a whole generation its final name."""
         number = 1 + max((old.number for old in self._generations), default=0)
         directory = self._root / f"gen-{number:08d}"
         shutil.rmtree(directory, ignore_errors=True)
         os.rename(work, directory)
-        made = Generation(directory, entries[-1].identity, wanted, tensors)
+        made = replace(described, directory=directory)
         self._generations.append(made)
         return made
+
+    def _copied_from(
+        self, peers: Iterable[Path], wanted: tuple[tuple[str, str], ...], more_than: int
+    ) -> Generation | None:
+        """Copy the longest part of a chain that a peer has, if it is longer than what is here; None when there is none.
+
+        The peer may be deleting what is copied: what is not whole is left.
+        """
+        offered = [found for peer in peers for found in _described(peer) if found.chain == wanted[: len(found.chain)]]
+        for found in sorted(offered, key=lambda one: (-len(one.chain), one.directory)):
+            if len(found.chain) <= more_than:
+                break
+            work = self._root / f"tmp-{os.getpid()}"
+            shutil.rmtree(work, ignore_errors=True)
+            try:
+                shutil.copytree(found.directory, work)
+                if hash_tensors(work / "checkpoint") == found.tensors:
+                    return self._adopt(work, found)
+            except (OSError, SnapshotError, FormatError, KeyError):
+                continue
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+        return None
 
     def _longest_part(self, wanted: tuple[tuple[str, str], ...]) -> Generation | None:
         parts = [old for old in self._generations if old.chain == wanted[: len(old.chain)]]
@@ -179,7 +235,7 @@ class Workshop:
             raise SnapshotError(f"{entry.identity}: gone from the bucket: {', '.join(missing[:5])}")
         return raw, index
 
-    def _fetch_full(self, entry: ChainEntry, directory: Path) -> dict[str, str]:
+    def _fetch_full(self, entry: ChainEntry, directory: Path, *, damage: bool) -> dict[str, str]:
         listed = self._list(entry)
         raw, index = self._fetch_index(entry, listed)
         if index.is_delta:
@@ -191,6 +247,8 @@ class Workshop:
             if _is_side_file(name) and info.size_bytes > _MAX_SIDE_FILE_BYTES:
                 continue
             self._client.download(entry.bucket, info.key, directory / name, size_bytes=info.size_bytes)
+        if damage:
+            _damage(directory, index)
         return check_full(directory, index)
 
     def _fetch_delta(self, entry: ChainEntry, directory: Path) -> Index:
@@ -222,7 +280,7 @@ def check_full(directory: Path, index: Index) -> dict[str, str]:
     return hashes
 
 
-def apply_delta(checkpoint: Path, delta: Path, index: Index) -> dict[str, str]:
+def apply_delta(checkpoint: Path, delta: Path, index: Index, *, damage: bool = False) -> dict[str, str]:
     """Apply a delta's files to the checkpoint, shard by shard, and return the SHA-256 of every changed tensor.
 
     A shard that changes is written beside the old one and renamed over it: other links to the old one keep the old
@@ -246,7 +304,7 @@ def apply_delta(checkpoint: Path, delta: Path, index: Index) -> dict[str, str]:
                 frame = _frame(delta / delta_file, delta_header, tensor)
                 expected = delta_header.metadata.get(tensor)
                 info = header.tensors[tensor]
-                hashes[tensor] = _patch(file.fileno(), header.data_start, info, frame, tensor, expected)
+                hashes[tensor] = _patch(file.fileno(), header.data_start, info, frame, tensor, expected, damage=damage)
         os.replace(renewed, checkpoint / shard)
     return hashes
 
@@ -263,9 +321,20 @@ def hash_tensors(checkpoint: Path) -> dict[str, str]:
     return hashes
 
 
-def _patch(descriptor: int, data_start: int, info: TensorInfo, frame: bytes, tensor: str, expected: str | None) -> str:
+def _patch(
+    descriptor: int,
+    data_start: int,
+    info: TensorInfo,
+    frame: bytes,
+    tensor: str,
+    expected: str | None,
+    *,
+    damage: bool,
+) -> str:
     """Replace a tensor's bytes by the XOR with the frame's content; return the new bytes' SHA-256."""
     difference = _decompress(frame, info.size_bytes, tensor)
+    if damage and difference:
+        difference = bytes([difference[0] ^ 1]) + difference[1:]
     offset = data_start + info.begin
     old = os.pread(descriptor, info.size_bytes, offset)
     if len(old) != info.size_bytes:
@@ -318,6 +387,19 @@ def _checked_headers(directory: Path, index: Index) -> dict[str, Header]:
     return headers
 
 
+def _damage(directory: Path, index: Index) -> None:
+    """Flip a bit of a tensor; where no checksum would tell, cut the file instead."""
+    path = directory / index.files[0]
+    if index.metadata.get("checksum_format") != "adler32":
+        os.truncate(path, path.stat().st_size - 1)
+        return
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+
+
 def _hash_range(descriptor: int, offset: int, size: int) -> tuple[str, str]:
     sha256, adler32 = hashlib.sha256(), 1
     end = offset + size
@@ -344,12 +426,23 @@ def _is_side_file(name: str) -> bool:
     return name not in ("", ".", "..", INDEX_NAME) and "/" not in name and not name.endswith(".safetensors")
 
 
+def _described(root: Path) -> Iterator[Generation]:
+    """Yield the generations that another replica says it has."""
+    for directory in sorted(root.glob("gen-*")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            yield _description(directory)
+
+
+def _description(directory: Path) -> Generation:
+    values: dict[str, Any] = json.loads((directory / "generation.json").read_text())
+    chain = tuple((str(identity), str(digest)) for identity, digest in values["chain"])
+    return Generation(directory, str(values["identity"]), chain, dict(values["tensors"]))
+
+
 def _read_generation(directory: Path) -> Generation | None:
     """Return the generation in `directory` if its bytes are what it says; else remove it and return None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, SnapshotError):
-        values: dict[str, Any] = json.loads((directory / "generation.json").read_text())
-        chain = tuple((str(identity), str(digest)) for identity, digest in values["chain"])
-        found = Generation(directory, str(values["identity"]), chain, dict(values["tensors"]))
+        found = _description(directory)
         if hash_tensors(found.checkpoint) == found.tensors:
             return found
     shutil.rmtree(directory, ignore_errors=True)

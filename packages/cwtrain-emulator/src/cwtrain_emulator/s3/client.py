@@ -107,6 +107,17 @@ class S3Client:
             if not token:
                 return found
 
+    def clear_bucket(self, bucket: str) -> int:
+        """Delete every object of a bucket and abort every upload; return how many objects there were."""
+        found = self.list_objects(bucket, "")
+        for info in found:
+            self._call("DELETE", bucket, info.key)
+        uploads = ET.fromstring(self._call("GET", bucket, "", query={"uploads": ""}))  # noqa: S314
+        for upload in uploads.findall("{*}Upload"):
+            upload_id = upload.findtext("{*}UploadId") or ""
+            self._call("DELETE", bucket, upload.findtext("{*}Key") or "", query={"uploadId": upload_id})
+        return len(found)
+
     def get(self, bucket: str, key: str, *, limit: int = _MAX_REPLY_BYTES) -> bytes:
         """Return an object's bytes; raise S3Error when it is missing or longer than `limit` bytes."""
         return self._call("GET", bucket, key, limit=limit)

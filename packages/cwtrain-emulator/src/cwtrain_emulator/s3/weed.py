@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -19,6 +20,8 @@ from cwtrain_emulator.keys import Keys
 from cwtrain_emulator.s3.client import S3Client, S3Config, S3Error
 
 __all__ = ["WeedError", "WeedServer", "find_weed"]
+
+_log = logging.getLogger("cwtrain_emulator.weed")
 
 # S3, master, volume, filer, admin; each but S3's also has a gRPC port 10000 above, and S3's too.
 _PORTS = 5
@@ -53,6 +56,7 @@ class WeedServer:
         self._region = region
         self._preferred_port = preferred_port
         self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
         self.port = 0
 
     @property
@@ -62,6 +66,7 @@ class WeedServer:
 
     async def start(self) -> None:
         """Start the store and make the bucket; raise WeedError when it does not answer."""
+        self._stopping = False
         program = find_weed()
         for directory in (self._directory / "data", self._directory / "log"):
             directory.mkdir(parents=True, exist_ok=True)
@@ -71,12 +76,32 @@ class WeedServer:
             self.port = _free_ports(self._preferred_port if attempt == 0 else None)
             self._process = await self._spawn(program, config)
             if await self._answers(deadline):
+                self._preferred_port = self.port
                 return
-            await self.stop(grace=0.0)
+            await self._end(grace=0.0)
         raise WeedError(f"SeaweedFS did not start; its output is in {self._directory / 'weed.log'}")
+
+    async def keep_running(self) -> None:
+        """Start the store again whenever it ends without being asked to; until it is stopped, or cannot be started."""
+        while self._process is not None:
+            code = await self._process.wait()
+            if self._stopping:
+                return
+            _log.warning("SeaweedFS ended with code %s; it is started again", code)
+            await self.start()
+
+    async def clear(self) -> int:
+        """Delete every object and every unfinished upload of the bucket; return how many objects there were."""
+        access, secret = self._keys.s3_admin
+        client = S3Client(S3Config(self.endpoint, access, secret, self._region))
+        return await asyncio.to_thread(client.clear_bucket, self._bucket)
 
     async def stop(self, *, grace: float) -> None:
         """Stop the store: ask, and kill it after `grace` seconds."""
+        self._stopping = True
+        await self._end(grace=grace)
+
+    async def _end(self, *, grace: float) -> None:
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
@@ -135,14 +160,19 @@ class WeedServer:
     def _write_config(self) -> Path:
         bucket = self._bucket
 
-        def identity(name: str, key: tuple[str, str], actions: list[str]) -> dict[str, Any]:
-            return {"name": name, "credentials": [{"accessKey": key[0], "secretKey": key[1]}], "actions": actions}
+        def identity(name: str, keys: list[tuple[str, str]], actions: list[str]) -> dict[str, Any]:
+            credentials = [{"accessKey": access, "secretKey": secret} for access, secret in keys]
+            return {"name": name, "credentials": credentials, "actions": actions}
 
         reader = [f"Read:{bucket}", f"List:{bucket}"]
         identities = [
-            identity("admin", self._keys.s3_admin, ["Admin", "Read", "Write", "List", "Tagging"]),
-            identity("service", self._keys.s3_service, reader),
-            identity("trainer", self._keys.s3_trainer, [*reader, f"Write:{bucket}", f"Tagging:{bucket}"]),
+            identity("admin", [self._keys.s3_admin], ["Admin", "Read", "Write", "List", "Tagging"]),
+            identity("service", [self._keys.s3_service], reader),
+            identity(
+                "trainer",
+                [self._keys.s3_trainer, *self._keys.s3_spares],
+                [*reader, f"Write:{bucket}", f"Tagging:{bucket}"],
+            ),
         ]
         path = self._directory / "s3.json"
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

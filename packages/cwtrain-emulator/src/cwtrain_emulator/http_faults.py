@@ -1,0 +1,170 @@
+"""Faults of the control plane and of the endpoint: a layer in front of an application, and a way to hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cwtrain_emulator.api.errors import ApiError
+from cwtrain_emulator.faults import Fault, FaultBook
+from cwtrain_emulator.gateway.errors import GatewayError
+
+__all__ = ["Faulty", "HangUpProtocol"]
+
+_TRANSPORTS: MutableMapping[tuple[Any, Any], asyncio.Transport] = {}
+_CODES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    412: "FAILED_PRECONDITION",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+}
+_HTML = (
+    "<!DOCTYPE html>\n<html><head><title>{status}</title></head>\n"
+    "<body><center><h1>{status}</h1></center><hr><center>emulated proxy</center></body></html>\n"
+)
+
+
+class HangUpProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which remembers its transport so that a fault can close a connection in mid-answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Note the connection."""
+        super().connection_made(transport)
+        self._key = (self.client, self.server)
+        _TRANSPORTS[self._key] = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        _TRANSPORTS.pop(self._key, None)
+        super().connection_lost(exc)
+
+
+class Faulty:
+    """An application with the faults of `api` and `endpoint` in front of it; the emulator's own routes are exempt."""
+
+    def __init__(self, app: ASGIApp, book: FaultBook) -> None:
+        self._app = app
+        self._book = book
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event."""
+        target = _target(scope)
+        if target is None:
+            await self._app(scope, receive, send)
+            return
+        cut: _Cut | None = None
+        for fault in self._book.take(target, method=scope["method"], path=scope["path"]):
+            if fault.kind == "latency":
+                await asyncio.sleep(fault["seconds"])
+            elif fault.kind == "cut":
+                cut = _Cut(send, scope, fault["bytes"])
+            elif fault.kind == "drop":
+                await _read_all(receive)
+                _hang_up(scope)
+                await _disconnected(receive)
+                return
+            else:
+                await _read_all(receive)
+                await _answer(send, target, fault)
+                return
+        await self._app(scope, receive, send if cut is None else cut)
+        if cut is not None and cut.over:
+            await _disconnected(receive)
+
+
+class _Cut:
+    """Sends an answer up to some bytes of its body and closes the connection; 0 bytes: not even the head."""
+
+    def __init__(self, send: Send, scope: Scope, left: int) -> None:
+        self._send = send
+        self._scope = scope
+        self._left = left
+        self._begun = left > 0
+        self.over = False
+
+    async def __call__(self, message: Message) -> None:
+        if self.over:
+            return
+        if message["type"] == "http.response.start":
+            if self._begun:
+                await self._send(message)
+            return
+        body: bytes = message.get("body", b"")
+        last = not message.get("more_body", False)
+        if len(body) < self._left and not last:
+            self._left -= len(body)
+            await self._send(message)
+            return
+        if self._begun:
+            # One byte less than the whole: an answer that fits is cut all the same.
+            part = body[: min(self._left, max(len(body) - 1, 0))]
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        self.over = True
+        _hang_up(self._scope, flush=self._begun)
+
+
+def _target(scope: Scope) -> str | None:
+    if scope["type"] != "http":
+        return None
+    path: str = scope["path"]
+    if path.startswith("/v1/"):
+        return "endpoint"
+    return "api" if path.startswith("/v1alpha1/") else None
+
+
+async def _read_all(receive: Receive) -> None:
+    """Take the request's body in: what answers before that may not be heard."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the server has noticed that the connection is gone: it would complain about what is missing."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _hang_up(scope: Scope, *, flush: bool = False) -> None:
+    transport = _TRANSPORTS.get((scope["client"], scope["server"]))
+    if transport is not None:
+        if flush:
+            transport.close()
+        else:
+            transport.abort()
+
+
+async def _answer(send: Send, target: str, fault: Fault) -> None:
+    status = 200 if fault.kind == "error_body" else fault["status"]
+    headers = [(b"retry-after", fault["retry_after"].encode("latin-1", "replace"))] if fault["retry_after"] else []
+    if fault.kind == "html":
+        body, kind = _HTML.format(status=status).encode(), b"text/html"
+    else:
+        body, kind = _error(target, 503 if status == 200 else status, fault["message"]), b"application/json"
+    if status in (204, 304):
+        body = b""
+    headers += [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _error(target: str, status: int, message: str | None) -> bytes:
+    """Return a refusal in the target's own style."""
+    text = message or "an emulated fault"
+    if target == "endpoint":
+        return json.dumps(GatewayError(status, text).body).encode()
+    code = _CODES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
+    return json.dumps(ApiError(code, text, status=status).body).encode()
