@@ -36,6 +36,7 @@ NAMES: dict[str, list[str]] = {
         "ProgressEvent",
         "inspect_snapshot",
         "upload_snapshot",
+        "WeightMirror",
         "SnapshotError",
         "SnapshotConflictError",
         "HotLoadFailedError",
@@ -67,7 +68,6 @@ NAMES: dict[str, list[str]] = {
 }
 
 LATER: dict[str, list[str]] = {
-    "cwtrain.hotload": ["WeightMirror"],
     "cwtrain.integrations.slime": ["hook"],
     "cwtrain.integrations.miles": ["hook"],
     "cwtrain.integrations.nemo_rl": [

@@ -20,6 +20,8 @@
     ├── SnapshotError (ValueError)
     │   ├── SnapshotLayoutError(problems) · SnapshotConflictError(objects)
     │   ├── SnapshotChainError · ChecksumError · SnapshotChangedError
+    │   └── MirrorError                the local copy of the weights cannot be used
+    │       └── MirrorLockedError · MirrorDamagedError
     ├── HotLoadError                   hot_load
     │   ├── HotLoadFailedError · HotLoadCanceledError
     ├── LifecycleError                 resource, status
@@ -65,6 +67,9 @@ __all__ = [
     "InternalServerError",
     "InvalidArgumentError",
     "LifecycleError",
+    "MirrorDamagedError",
+    "MirrorError",
+    "MirrorLockedError",
     "NotFoundError",
     "OutOfRangeError",
     "PermissionDeniedError",
@@ -358,6 +363,18 @@ class SnapshotChangedError(SnapshotError):
     def __init__(self, message: str, *, file: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.file = file
+
+
+class MirrorError(SnapshotError):
+    """The local copy of the weights cannot be used, or not in this way."""
+
+
+class MirrorLockedError(MirrorError):
+    """Another process works with the mirror; the message names it."""
+
+
+class MirrorDamagedError(MirrorError):
+    """The mirror's files are not those of a version: it has to be made again, from the bucket or a checkpoint."""
 
 
 class HotLoadError(CWTrainError):

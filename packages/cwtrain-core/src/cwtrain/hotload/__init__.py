@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SnapshotError,
     )
     from cwtrain.hotload.loader import HotLoader, ServedReport
+    from cwtrain.hotload.mirror import DeltaReport, WeightMirror
     from cwtrain.hotload.progress import ProgressEvent
     from cwtrain.hotload.upload import upload_snapshot
     from cwtrain.models.service import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from cwtrain.snapshots import inspect_snapshot
 
 __all__ = [
+    "DeltaReport",
     "HotLoad",
     "HotLoadFailedError",
     "HotLoadReplica",
@@ -62,6 +64,7 @@ __all__ = [
     "SnapshotError",
     "SnapshotKind",
     "SnapshotType",
+    "WeightMirror",
     "inspect_snapshot",
     "upload_snapshot",
 ]
@@ -70,6 +73,8 @@ _ERRORS = ("HotLoadFailedError", "HotLoadTimeoutError", "SnapshotConflictError",
 _HOMES = {
     "HotLoader": "cwtrain.hotload.loader",
     "ServedReport": "cwtrain.hotload.loader",
+    "DeltaReport": "cwtrain.hotload.mirror",
+    "WeightMirror": "cwtrain.hotload.mirror",
     "ProgressEvent": "cwtrain.hotload.progress",
     "upload_snapshot": "cwtrain.hotload.upload",
     "inspect_snapshot": "cwtrain.snapshots",
@@ -85,11 +90,6 @@ def __getattr__(name: str) -> Any:
 
     if name in __all__:
         return getattr(import_module(_HOMES.get(name, "cwtrain.models.service")), name)
-    if name == "WeightMirror":
-        raise AttributeError(
-            "cwtrain.hotload.WeightMirror is not part of this version of cwtrain-core; "
-            "write_full_snapshot in cwtrain.hotload.delta makes full snapshots"
-        )
     raise AttributeError(f"module 'cwtrain.hotload' has no attribute {name!r}")
 
 

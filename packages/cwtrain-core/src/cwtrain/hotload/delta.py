@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cwtrain.snapshots._codec import EncodedTensor
     from cwtrain.snapshots._delta_files import DeltaFiles
     from cwtrain.snapshots._sweep import Swept
+    from cwtrain.snapshots._targets import Target
 
 __all__ = [
     "AppliedDelta",
@@ -138,20 +139,44 @@ def write_delta(
     one of them is no complete checkpoint; SnapshotChangedError if a file changes meanwhile; SnapshotError if ``out``
     exists and is not empty, or the disk has no room; ConfigError for wrong arguments. Then nothing is left behind.
     """
+    return write_delta_between(
+        lambda: (open_checkpoint(base), open_checkpoint(new)),
+        out,
+        version=version,
+        base_version=base_version,
+        workers=worker_count(workers, memory_bytes),
+        shard_bytes=shard_bytes,
+        on_progress=on_progress,
+    )
+
+
+def write_delta_between(
+    checkpoints: Callable[[], tuple[Checkpoint, Checkpoint]],
+    out: str | os.PathLike[str],
+    *,
+    version: int | str,
+    base_version: int | str,
+    workers: int,
+    shard_bytes: int = _SHARD_BYTES,
+    on_progress: OnProgress | None = None,
+    target: Target | None = None,
+) -> DeltaStats:
+    """Write the delta between two open checkpoints; see ``write_delta``. The new bytes go to ``target`` too."""
     from cwtrain.snapshots._codec import delta_codec
     from cwtrain.snapshots._encode import encode_delta
 
     started = time.monotonic()
     numbers = _versions(version, base_version)
-    count = worker_count(workers, memory_bytes)
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes!r} is not a positive number of bytes")
     codec = delta_codec()
-    old, current = open_checkpoint(base), open_checkpoint(new)
+    old, current = checkpoints()
     _check_same_tensors(old, current)
 
     def encode(files: DeltaFiles, spill: Spill) -> dict[str, EncodedTensor]:
-        return encode_delta(old, current, files, workers=count, spill=spill, codec=codec, on_progress=on_progress)
+        return encode_delta(
+            old, current, files, workers=workers, spill=spill, codec=codec, target=target, on_progress=on_progress
+        )
 
     return _write_delta(
         out,
@@ -160,7 +185,7 @@ def write_delta(
         names=[tensor.name for tensor in current.tensors.values() if tensor.size_bytes],
         numbers=numbers,
         shard_bytes=shard_bytes,
-        workers=count,
+        workers=workers,
         encoder=codec.name,
         started=started,
     )

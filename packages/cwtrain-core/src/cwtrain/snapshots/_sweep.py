@@ -151,7 +151,7 @@ class _Worker:
                             size = tensors[part.tensor].size_bytes
                             wrong[number] = self._patcher.patch(change, part, size, old[number], new[number], blobs)
                 yield from map(_Done, span, map(adler32, new), wrong)
-                if target is not None:
+                if target is not None and not any(wrong):  # what is wrong is no version of the tensor: it goes nowhere
                     target.write(tensor, begin.start, new, old)
                 progress.add(sum(lengths))
             first.check(file)

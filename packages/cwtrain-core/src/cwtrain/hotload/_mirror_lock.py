@@ -1,0 +1,50 @@
+"""One process at a time: a file lock, and beside it a note that says who has it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import socket
+
+from filelock import FileLock, Timeout
+
+from cwtrain.errors import MirrorLockedError
+
+__all__ = ["MirrorLock"]
+
+
+class MirrorLock:
+    """The lock of the mirror at ``root``, whose own files are in ``directory``. Taken when made."""
+
+    def __init__(self, root: str, directory: str) -> None:
+        self._note = os.path.join(directory, "holder.json")
+        self._lock = FileLock(os.path.join(directory, "lock"), thread_local=False)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise MirrorLockedError(
+                f"{root}: the mirror is in use {_holder(self._note)}",
+                hint="only one process works with a mirror at a time: stop the other one, or give each its own",
+            ) from None
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        with open(self._note, "w", encoding="utf-8") as file:
+            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._lock.is_locked:
+            try:
+                os.unlink(self._note)
+            except OSError:  # it only tells others who has the lock
+                pass
+            self._lock.release()
+
+
+def _holder(note: str) -> str:
+    try:
+        with open(note, encoding="utf-8") as file:
+            holder = json.load(file)
+        return f"by process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "by another process, which has not said which one"
