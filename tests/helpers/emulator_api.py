@@ -17,8 +17,9 @@ _PATIENCE = 60.0
 class Api:
     """Calls of one emulator with one token."""
 
-    def __init__(self, base_url: str, token: str | None) -> None:
+    def __init__(self, base_url: str, token: str | None, *, patience: float = _PATIENCE) -> None:
         self.base_url = base_url
+        self._patience = patience
         self.session = requests.Session()
         self.session.trust_env = False
         if token is not None:
@@ -73,7 +74,7 @@ class Api:
 
     def until_status(self, path: str, key: str, status: str = "STATUS_READY") -> dict[str, Any]:
         """Poll until a resource has a status."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + self._patience
         while True:
             found: dict[str, Any] = self.ok("GET", path)[key]
             if found["status"]["status"] == status:
@@ -83,7 +84,7 @@ class Api:
 
     def until_gone(self, path: str) -> None:
         """Poll until a resource is NOT_FOUND."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + self._patience
         while self.call("GET", path).status_code != 404:
             assert time.monotonic() < deadline, f"{path} is still there"
             time.sleep(0.01)
@@ -96,7 +97,7 @@ class Api:
 
     def ended(self, hot_load_id: str) -> dict[str, Any]:
         """Poll until a hot-load has ended and return it."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + self._patience
         while True:
             found: dict[str, Any] = self.ok("GET", f"/hotLoads/{hot_load_id}")["hotLoad"]
             if found["status"]["state"] not in ("HOT_LOAD_STATE_PENDING", "HOT_LOAD_STATE_IN_PROGRESS"):

@@ -44,7 +44,10 @@ KNOWN = {
     "openssl": Requirement(_programs("openssl"), "apt-get install -y openssl"),
     "peer": Requirement(_peer, "make a venv with the published wheel and set CWTRAIN_TEST_PEER to its python"),
     "ray": Requirement(_module("ray"), "uv pip install ray"),
-    "torch": Requirement(_module("torch"), "uv pip install torch (a CPU build is enough)"),
+    "torch": Requirement(
+        lambda: _module("torch")() and _module("transformers")(),
+        "uv pip install 'torch>=2.6,<2.14' 'transformers>=5.24' tokenizers (a CPU build of torch is enough)",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from cwtrain_emulator.engine.model_io import load_model, make_model, save_model
 from cwtrain_emulator.gateway.completion_request import parse_completion
 from cwtrain_emulator.gateway.errors import GatewayError
-from cwtrain_emulator.replica.generate import Completion, RequestError, complete
+from cwtrain_emulator.replica.generate import Completion, Context, RequestError, complete
 from cwtrain_emulator.replica.materialise import Generation
 from cwtrain_emulator.replica.serving import Served, load
 from helpers import numpy_model
@@ -48,7 +48,7 @@ def run(
     request = parse_completion(body).for_replica
     draws = [draw + number for number in range(len(request["prompts"]))]
     ready = {**request, "draws": draws, "max_model_len": None}
-    return asyncio.run(complete(ready, current=lambda: served, seed=emulator_seed, mode=mode))
+    return asyncio.run(complete(ready, Context(lambda: served, emulator_seed), mode=mode))
 
 
 def ids(done: Completion) -> list[list[int]]:
@@ -247,10 +247,14 @@ def test_a_swap_in_the_middle_goes_on_with_the_new_weights(tmp_path: Path) -> No
     new = make_served(tmp_path / "new", "v1", seed=2, bias={5: 100.0})
     request = parse_completion({"model": "m", "prompt": [1, 2], "max_tokens": 6, "return_token_ids": True})
     ready = {**request.for_replica, "draws": [0], "max_model_len": None, "ignore_eos": True}
-    moments = itertools.chain([old] * 4, itertools.repeat(new))
-    done = asyncio.run(complete(ready, current=lambda: next(moments), seed=0, mode="raw_logprobs"))
-    # The first two looks are at the beginning of the request; then there is one before each token.
-    assert done.record == [{"index": 0, "prompt_read_with": "v0", "runs": [["v0", 2], ["v1", 4]]}]
+    # The first look is at the beginning of the request; then there is one before each token.
+    moments = itertools.chain([old] * 3, itertools.repeat(new))
+    done = asyncio.run(complete(ready, Context(lambda: next(moments)), mode="raw_logprobs"))
+    # The second token was sampled with the old weights and read with the new ones.
+    (record,) = done.record
+    assert record["runs"] == [["v0", 2], ["v1", 4]]
+    assert record["kv"] == [["v0", 3], ["v1", 4]]
+    assert (record["prompt_tokens"], record["window"], record["cached_tokens"]) == (2, CONTEXT, 0)
     assert done.choices[0]["token_ids"][2:] == [5, 5, 5, 5]
 
 
@@ -259,8 +263,8 @@ def test_weights_of_another_shape_end_what_is_running(tmp_path: Path, served: Se
     other = load(Generation(tmp_path, "v1", ()))
     request = parse_completion({"model": "m", "prompt": [1, 2], "max_tokens": 6, "return_token_ids": True})
     ready = {**request.for_replica, "draws": [0], "max_model_len": None, "ignore_eos": True}
-    moments = itertools.chain([served] * 4, itertools.repeat(other))
-    done = asyncio.run(complete(ready, current=lambda: next(moments), seed=0, mode="raw_logprobs"))
+    moments = itertools.chain([served] * 3, itertools.repeat(other))
+    done = asyncio.run(complete(ready, Context(lambda: next(moments)), mode="raw_logprobs"))
     assert (done.choices[0]["finish_reason"], len(done.choices[0]["token_ids"])) == ("abort", 2)
 
 
@@ -281,8 +285,7 @@ def test_fragments_add_up_to_the_whole(served: Served, stop: str | None) -> None
     asyncio.run(
         complete(
             {**request, "draws": [0], "max_model_len": None},
-            current=lambda: served,
-            seed=0,
+            Context(lambda: served),
             mode="raw_logprobs",
             emit=fragments.extend,
         )

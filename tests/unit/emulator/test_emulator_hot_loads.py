@@ -54,7 +54,7 @@ class NoReplicas:
     def of_deployment(self, deployment_id: str) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.deployment_id == deployment_id]
 
-    def load(self, replica: Replica, load_id: str, chain: Any, *, staggered: bool) -> None:
+    def load(self, replica: Replica, load_id: str, chain: Any, **how: Any) -> None:
         replica.load_id = load_id
         self.loads.append((replica.name, load_id, len(chain)))
 

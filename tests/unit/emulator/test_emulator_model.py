@@ -82,12 +82,17 @@ def test_the_engine_computes_what_the_page_says(tmp_path: Path) -> None:
     tensors = numpy_model.read_tensors(tmp_path)
     engine = NumpyEngine.load(tmp_path)
     for ids in ([4], [4, 9], [0, 1, 2], [3, 1, 4, 1, 5, 9, 2, 6]):
-        batch = engine.start(ids[:1], 2)
+        batch = engine.start(ids[:1])
+        step_by_step = engine.read(batch)
+        engine.repeat(batch, 2)
         for token in ids[1:]:
             engine.extend(batch, np.array([token, token]))
-        prefilled = engine.start(ids, 1)
+            step_by_step = engine.read(batch)
+        begun = engine.start(ids[:-1])
+        engine.read(begun)
         expected = numpy_model.next_token_logprobs(tensors, ids, 3)
-        for logits in (*engine.logits(batch), *engine.logits(prefilled)):
+        remembered = engine.start(ids, engine.cut(engine.remember(begun, 0), len(ids) - 1))
+        for logits in (*step_by_step, *engine.read(engine.start(ids)), *engine.read(remembered)):
             assert np.abs(log_softmax(logits.astype(np.float64)) - expected).max() < 1e-5
 
 
@@ -95,18 +100,22 @@ def test_what_was_read_before_a_swap_keeps_the_old_rows(tmp_path: Path) -> None:
     _small(tmp_path / "old", seed=1)
     _small(tmp_path / "new", seed=2)
     old, new = NumpyEngine.load(tmp_path / "old"), NumpyEngine.load(tmp_path / "new")
-    batch = old.start([1, 2], 1)
-    assert new.accepts(batch)
-    stale = new.logits(batch)
-    assert not np.allclose(stale, new.logits(new.start([1, 2], 1)))
-    mixed = {
-        **numpy_model.read_tensors(tmp_path / "new"),
-        "model.embed_tokens.weight": numpy_model.read_tensors(tmp_path / "old")["model.embed_tokens.weight"],
-    }
-    expected = numpy_model.next_token_logprobs(mixed, [1, 2], 3)
+    assert new.shape == old.shape
+    batch = old.start([1, 2])
+    old.read(batch)
+    memory = old.remember(batch, 0)
+    assert (memory.length, memory.size_bytes) == (2, memory.rows.nbytes)
+    stale = new.read(new.start([1, 2, 3], memory))
+    assert not np.allclose(stale, new.read(new.start([1, 2, 3])))
+    # What the page says: the old E for what was read with it, and all else new. Two ids more make room for both.
+    tensors, before = numpy_model.read_tensors(tmp_path / "new"), numpy_model.read_tensors(tmp_path / "old")
+    embed = np.concatenate([tensors["model.embed_tokens.weight"], before["model.embed_tokens.weight"][[1, 2]]])
+    size = len(tensors["model.embed_tokens.weight"])
+    mixed = {**tensors, "model.embed_tokens.weight": embed}
+    expected = numpy_model.next_token_logprobs(mixed, [size, size + 1, 3], 3)
     assert np.abs(log_softmax(stale[0].astype(np.float64)) - expected).max() < 1e-5
     _small(tmp_path / "other", hidden_size=6)
-    assert not NumpyEngine.load(tmp_path / "other").accepts(batch)
+    assert NumpyEngine.load(tmp_path / "other").shape != old.shape
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused_by_name(tmp_path: Path) -> None:

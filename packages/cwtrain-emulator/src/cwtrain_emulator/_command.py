@@ -49,6 +49,13 @@ def emulator_group() -> None:
     show_default=True,
     help="Seconds between one replica's swap of weights and the next one's.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["numpy", "transformers"]),
+    default="numpy",
+    show_default=True,
+    help="What runs Hugging Face models; `transformers` is an extra. The small default models always run in numpy.",
+)
 @click.option("--discard-state", is_flag=True, hidden=True, help="Delete the state directory at the end.")
 @click.option("--watch-stdin", is_flag=True, hidden=True, help="Stop at the end of standard input.")
 @click.option("--verbose", is_flag=True, help="Log more on stderr.")
@@ -67,6 +74,7 @@ def serve_command(
     no_hot_load: bool,
     transition_seconds: float,
     swap_delay: float,
+    engine: str,
     discard_state: bool,
     watch_stdin: bool,
     verbose: bool,
@@ -98,6 +106,7 @@ def serve_command(
         hot_load_enabled=not no_hot_load,
         transition_seconds=transition_seconds,
         swap_delay_seconds=swap_delay,
+        engine=engine,
         keep_state=not temporary,
         environ=dict(os.environ),
     )

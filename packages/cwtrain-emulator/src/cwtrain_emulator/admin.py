@@ -130,8 +130,28 @@ def _as_api_error(exc: ReplicaError) -> ApiError:
 
 
 def _attempt(record: dict[str, Any]) -> dict[str, Any]:
-    choices = []
-    for choice in record["choices"]:
-        tokens = list(itertools.chain.from_iterable([identity] * count for identity, count in choice["runs"]))
-        choices.append({"index": choice["index"], "prompt_read_with": choice["prompt_read_with"], "tokens": tokens})
-    return {**record, "choices": choices}
+    return {**record, "choices": [_choice(choice) for choice in record["choices"]]}
+
+
+def _choice(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice's record token by token: `tokens` has the identity that computed each one, `kv` whose KV it saw.
+
+    `prompt_kv` has, for each token of the prompt, the identity whose weights read it.
+    """
+    tokens, kv = _flat(record["runs"]), _flat(record["kv"])
+    prompt, window = record["prompt_tokens"], record["window"]
+    seen = []
+    for position in range(len(tokens)):
+        end = prompt + position
+        seen.append(list(dict.fromkeys(kv[0 if window is None else max(0, end - window) : end])))
+    return {
+        "index": record["index"],
+        "cached_tokens": record["cached_tokens"],
+        "prompt_kv": kv[:prompt],
+        "tokens": tokens,
+        "kv": seen,
+    }
+
+
+def _flat(runs: list[list[Any]]) -> list[str]:
+    return list(itertools.chain.from_iterable([identity] * count for identity, count in runs))

@@ -41,6 +41,7 @@ class Emulator:
         port: int = 0,
         seed: int = 0,
         report_identity: bool = False,
+        engine: str = "numpy",
         bucket: str = "cwtrain-weights",
         s3_endpoint: str | None = None,
         start_timeout: float = 90.0,
@@ -49,6 +50,7 @@ class Emulator:
     ) -> None:
         self._state_dir = None if state_dir is None else Path(state_dir).absolute()
         self._options = [f"--replicas={replicas}", f"--port={port}", f"--seed={seed}", f"--bucket={bucket}"]
+        self._options.append(f"--engine={engine}")
         if report_identity:
             self._options.append("--report-identity")
         if s3_endpoint is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -188,6 +189,7 @@ class _Emulator:
             },
             seed=settings.seed,
             swap_delay=settings.swap_delay_seconds,
+            engine=settings.engine,
             on_hello=controller.restore,
             on_change=controller.replica_changed,
         )
@@ -307,12 +309,23 @@ def description(service: Service) -> dict[str, Any]:
     }
 
 
+def check_engine(engine: str) -> None:
+    """Raise ServeError when the engine's packages are not installed; imports none of them."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if engine == "transformers" and missing:
+        raise ServeError(
+            f"the engine transformers needs {' and '.join(missing)}: pip install 'cwtrain-emulator[transformers]' "
+            "(a CPU build of torch is enough)"
+        )
+
+
 def serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> None:
     """Run the emulator until SIGINT, SIGTERM or, with `watch_stdin`, the end of standard input.
 
     Prints one JSON line (`as_shell`: export lines) when everything answers. Raises ServeError or WeedError when it
     cannot start.
     """
+    check_engine(settings.engine)
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = lock_state_dir(settings.state_dir)
     try:

@@ -56,7 +56,10 @@ ENGINES = {"dynamo-vllm": Engine(("1.0.0", "1.1.0")), "vllm": Engine(("0.19.0", 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one emulator runs. Seconds are floats; `port` 0 takes a free one (the last one of this state, if free)."""
+    """How one emulator runs. Seconds are floats; `port` 0 takes a free one (the last one of this state, if free).
+
+    `engine` ``transformers`` runs Hugging Face models; those of the numpy engine are run by that one in any case.
+    """
 
     state_dir: Path
     host: str = "127.0.0.1"
@@ -70,6 +73,7 @@ class Settings:
     hot_load_enabled: bool = True
     transition_seconds: float = 0.05
     swap_delay_seconds: float = 0.01
+    engine: str = "numpy"
     max_body_bytes: int = 1 << 20
     max_completion_body_bytes: int = 32 << 20
     keep_state: bool = True

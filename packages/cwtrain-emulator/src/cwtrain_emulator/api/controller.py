@@ -253,7 +253,9 @@ class Controller:
         if self._deaths[row.id, replica.name] >= _MAX_DEATHS:
             self._note(row, replica, "ERROR", f"the replica died {_MAX_DEATHS} times while it loaded {row.identity}")
             return
-        self.pool.load(replica, row.id, [ChainEntry.from_json(entry) for entry in row.chain], staggered=True)
+        chain = [ChainEntry.from_json(entry) for entry in row.chain]
+        reset = row.spec.get("promptCachePolicy") == "PROMPT_CACHE_POLICY_RESET_ALL"
+        self.pool.load(replica, row.id, chain, staggered=True, reset_cache=reset)
 
     def replica_changed(self, replica: Replica) -> None:
         """Take note of a replica's news."""

@@ -1,4 +1,4 @@
-"""The endpoint's routes: ``/v1/models`` and ``/v1/completions`` of one gateway, or of all of them."""
+"""The endpoint's routes: models, completions and chat completions of one gateway, or of all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from cwtrain_emulator.api.app import JsonResponse, bearer_token, read_object
 from cwtrain_emulator.api.errors import ApiError
 from cwtrain_emulator.api.service import Service
-from cwtrain_emulator.gateway.completion_request import CompletionRequest, parse_completion
+from cwtrain_emulator.gateway.completion_request import CompletionRequest, parse_chat, parse_completion
 from cwtrain_emulator.gateway.errors import GatewayError
 from cwtrain_emulator.gateway.routing import Router
 from cwtrain_emulator.replica.pool import Replica, ReplicaError
@@ -64,7 +64,7 @@ class Gateway:
     log: RequestLog = field(default_factory=RequestLog)
     draws: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
 
-    def next_draw(self, deployment: Resource, prompt: list[int] | str) -> int:
+    def next_draw(self, deployment: Resource, prompt: list[int] | str | dict[str, Any]) -> int:
         """Return how many unseeded prompts equal to this one came before, and count it."""
         words = f"{deployment.id}\0{prompt if isinstance(prompt, str) else json.dumps(prompt)}"
         key = hashlib.sha256(words.encode("utf-8", errors="replace")).digest()
@@ -94,12 +94,14 @@ def gateway_routes(gateway: Gateway, gateway_id: str | None) -> list[BaseRoute]:
         return JsonResponse({"object": "list", "data": data})
 
     async def completions(request: Request) -> Response:
-        body = await read_object(request, limit=gateway.service.settings.max_completion_body_bytes)
-        body = _with_routed_model(gateway, gateway_id, request, body)
-        return await _complete(gateway, gateway_id, request, parse_completion(body))
+        return await _complete(gateway, gateway_id, request, parse_completion(await body_of(request)))
 
     async def chat(request: Request) -> Response:
-        raise GatewayError(501, "this version has no chat completions; use /v1/completions with token ids")
+        return await _complete(gateway, gateway_id, request, parse_chat(await body_of(request)))
+
+    async def body_of(request: Request) -> dict[str, Any]:
+        body = await read_object(request, limit=gateway.service.settings.max_completion_body_bytes)
+        return _with_routed_model(gateway, gateway_id, request, body)
 
     return [
         Route("/v1/models", _guarded(gateway, models), methods=["GET"]),
@@ -152,7 +154,12 @@ async def _complete(gateway: Gateway, gateway_id: str | None, request: Request, 
     order = {
         "op": "complete",
         "mode": config.get("logprobs-mode", "raw_logprobs"),
-        "request": {**asked.for_replica, "draws": draws, "max_model_len": int(longest) if longest else None},
+        "request": {
+            **asked.for_replica,
+            "draws": draws,
+            "max_model_len": int(longest) if longest else None,
+            "prefix_caching": str(config.get("enable-prefix-caching", True)).lower() != "false",
+        },
     }
     call = _Call(gateway, request.scope["request_id"], deployment, replica, asked, order)
     if asked.stream:
@@ -206,6 +213,8 @@ class _Call:
         head, choices = answer
         self._record(head["record"])
         body = {**self._frame(), "usage": head["usage"], **self._extras(head["record"], head.get("tokens"))}
+        if "prompt_token_ids" in head:
+            body["prompt_token_ids"] = head["prompt_token_ids"]
         raw = json.dumps(body, separators=(",", ":")).encode()
         return Response(raw[:-1] + b',"choices":' + choices + b"}", media_type="application/json")
 
@@ -232,9 +241,12 @@ class _Call:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def _frame(self) -> dict[str, Any]:
+        kind = "text_completion"
+        if self._asked.chat:
+            kind = "chat.completion.chunk" if self._asked.stream else "chat.completion"
         return {
-            "id": f"cmpl-{self._request_id}",
-            "object": "text_completion",
+            "id": f"{'chatcmpl' if self._asked.chat else 'cmpl'}-{self._request_id}",
+            "object": kind,
             "created": int(self._started),
             "model": self._asked.model,
         }

@@ -1,15 +1,15 @@
-"""The body of ``POST /v1/completions``: every field that is understood, checked, in the form that a replica takes."""
+"""The bodies of completions and chat completions: every field that is understood, checked, as a replica takes it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cwtrain_emulator.gateway.errors import GatewayError
 
-__all__ = ["CompletionRequest", "parse_completion"]
+__all__ = ["CompletionRequest", "parse_chat", "parse_completion"]
 
 _MAX_CHOICES = 1024
 _MAX_PROMPTS = 1024
@@ -32,6 +32,13 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are known but not implemented, with the values that ask for nothing."""
 
+_CHAT_NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "documents": (None, []),
+}
+
 _SAMPLING: dict[str, tuple[float, float]] = {
     "temperature": (0.0, math.inf),
     "top_p": (0.0, 1.0),
@@ -48,6 +55,7 @@ class CompletionRequest:
     """A checked request; `for_replica` goes to the replica as it is."""
 
     model: str
+    chat: bool
     stream: bool
     include_usage: bool
     cache_salt: str
@@ -57,29 +65,78 @@ class CompletionRequest:
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Return the checked request; raise GatewayError (400) that names the field."""
-    for name, accepted in _NEUTRAL_ONLY.items():
-        if body.get(name) not in accepted:
-            raise GatewayError(400, f"{name} is not supported by this emulator", param=name)
+    _refuse_unsupported(body, _NEUTRAL_ONLY)
+    prompts = _prompts(body)
+    return _request(
+        body,
+        prompts=prompts,
+        max_tokens=_integer(body, "max_tokens", least=1, most=_MAX_TOKEN),
+        logprobs=_integer(body, "logprobs", least=0, most=_MAX_LOGPROBS),
+        chat=False,
+    )
+
+
+def parse_chat(body: Mapping[str, Any]) -> CompletionRequest:
+    """Return the checked request of a chat completion; raise GatewayError (400) that names the field."""
+    _refuse_unsupported(body, {**_NEUTRAL_ONLY, **_CHAT_NEUTRAL_ONLY})
+    kwargs = dict(_object(body, "chat_template_kwargs"))
+    opening = body.get("add_generation_prompt")
+    options = {
+        **kwargs,
+        "add_generation_prompt": opening is None or _flag(body, "add_generation_prompt"),
+        "continue_final_message": _flag(body, "continue_final_message"),
+    }
+    if options["continue_final_message"]:
+        if opening:
+            message = "add_generation_prompt and continue_final_message cannot both be true"
+            raise GatewayError(400, message, param="continue_final_message")
+        options["add_generation_prompt"] = False
+    tops = _integer(body, "top_logprobs", least=0, most=_MAX_LOGPROBS)
+    wanted = _flag(body, "logprobs")
+    if tops and not wanted:
+        raise GatewayError(400, "when using top_logprobs, logprobs must be set to true", param="top_logprobs")
+    limits = [_integer(body, name, least=1, most=_MAX_TOKEN) for name in ("max_completion_tokens", "max_tokens")]
+    return _request(
+        body,
+        prompts=[{"messages": _messages(body), "options": options}],
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        logprobs=(tops or 0) if wanted else None,
+        chat=True,
+    )
+
+
+def _request(
+    body: Mapping[str, Any],
+    *,
+    prompts: Sequence[list[int] | str | dict[str, Any]],
+    max_tokens: int | None,
+    logprobs: int | None,
+    chat: bool,
+) -> CompletionRequest:
+    """Return the request with the fields that both calls have."""
     stream = _flag(body, "stream")
     nvext = _object(body, "nvext")
-    prompts = _prompts(body)
     n = _integer(body, "n", least=1, most=_MAX_CHOICES)
     extra_fields = _extra_fields(nvext)
+    cache_salt = _cache_salt(body, nvext)
     for_replica = {
         "prompts": prompts,
         "n": 1 if n is None else n,
-        "max_tokens": _integer(body, "max_tokens", least=1, most=_MAX_TOKEN),
+        "max_tokens": max_tokens,
         "min_tokens": _integer(body, "min_tokens", least=0, most=_MAX_TOKEN) or 0,
         "sampling": _sampling(body),
         "seed": _integer(body, "seed", least=-(2**63), most=2**63 - 1),
         "stop": _stops(body),
         "stop_token_ids": _stop_token_ids(body),
-        "logprobs": _integer(body, "logprobs", least=0, most=_MAX_LOGPROBS),
+        "logprobs": logprobs,
         "tokens_as_ids": _flag(body, "return_tokens_as_token_ids"),
         "return_token_ids": _flag(body, "return_token_ids"),
         "ignore_eos": _flag(body, "ignore_eos"),
         "include_stop_str_in_output": _flag(body, "include_stop_str_in_output"),
+        "skip_special_tokens": body.get("skip_special_tokens") is None or _flag(body, "skip_special_tokens"),
         "report_tokens": "completion_token_ids" in extra_fields and n in (None, 1) and len(prompts) == 1,
+        "cache_salt": cache_salt,
+        "chat": chat,
         "stream": stream,
     }
     model = body.get("model")
@@ -87,12 +144,43 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
         raise GatewayError(400, "model must be a string", param="model")
     return CompletionRequest(
         model=model,
+        chat=chat,
         stream=stream,
         include_usage=_flag(_object(body, "stream_options"), "include_usage"),
-        cache_salt=_cache_salt(body, nvext),
+        cache_salt=cache_salt,
         extra_fields=extra_fields,
         for_replica=for_replica,
     )
+
+
+def _refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, accepted in neutral.items():
+        if body.get(name) not in accepted:
+            raise GatewayError(400, f"{name} is not supported by this emulator", param=name)
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the conversation, each content as one text."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise GatewayError(400, "messages must be a list of messages, not empty", param="messages")
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise GatewayError(400, f"messages[{number}] must be an object with a role", param="messages")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(_text_part(part, number) for part in content)
+        if content is not None and not isinstance(content, str):
+            raise GatewayError(400, f"messages[{number}].content must be a text or a list of parts", param="messages")
+        found.append({**message, "content": content or ""})
+    return found
+
+
+def _text_part(part: object, number: int) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise GatewayError(400, f"messages[{number}].content: only parts of type text are supported", param="messages")
 
 
 def _prompts(body: Mapping[str, Any]) -> list[list[int] | str]:
@@ -156,15 +244,15 @@ def _stop_token_ids(body: Mapping[str, Any]) -> list[int]:
 
 
 def _cache_salt(body: Mapping[str, Any], nvext: Mapping[str, Any]) -> str:
-    """Return the salt: the frontend reads nvext alone, and what it cannot take is refused."""
-    salt = nvext.get("cache_salt")
-    if salt is None:
-        return ""
-    if not isinstance(salt, str) or not 0 < len(salt) <= 128 or any(mark in salt for mark in "@/\\\0"):
-        raise GatewayError(
-            400, "nvext.cache_salt must have 1 to 128 characters, none of @ / \\ or NUL", param="nvext.cache_salt"
-        )
-    return salt
+    """Return the salt, from nvext (the frontend's place for it) or else from the top (vLLM's)."""
+    for fields, name in ((nvext, "nvext.cache_salt"), (body, "cache_salt")):
+        salt = fields.get("cache_salt")
+        if salt is None:
+            continue
+        if not isinstance(salt, str) or not 0 < len(salt) <= 128 or any(mark in salt for mark in "@/\\\0"):
+            raise GatewayError(400, f"{name} must have 1 to 128 characters, none of @ / \\ or NUL", param=name)
+        return salt
+    return ""
 
 
 def _extra_fields(nvext: Mapping[str, Any]) -> tuple[str, ...]:

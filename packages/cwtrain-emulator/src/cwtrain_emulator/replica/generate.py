@@ -7,27 +7,27 @@ computed by the new weights on what was remembered with the old ones.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from cwtrain_emulator.engine.numpy_engine import NumpyEngine
+from cwtrain_emulator.engine.base import Engine, TextError, Tokenizer
+from cwtrain_emulator.engine.prefix_cache import PrefixCache
 from cwtrain_emulator.engine.sampling import Floats, Penalties, Sampling, Step, generator, sample
-from cwtrain_emulator.engine.tokenizer import ByteTokenizer, TextError
+from cwtrain_emulator.replica.capacity import between_tokens
+from cwtrain_emulator.replica.render import Choice, Form, Fragment, ranked
 from cwtrain_emulator.replica.serving import Served
 
-__all__ = ["Completion", "RequestError", "complete"]
+__all__ = ["Completion", "Context", "RequestError", "complete"]
 
 _DEFAULT_MAX_TOKENS = 16
-_LOWEST_LOGPROB = -9999.0
 # Below this a temperature means greedy decoding, as in vLLM: dividing by it would leave nothing finite.
 _GREEDY_BELOW = 1e-5
-
-Fragment = dict[str, Any]
 
 
 class RequestError(Exception):
@@ -41,51 +41,49 @@ class RequestError(Exception):
 
 @dataclass
 class Completion:
-    """A finished request: its choices, and which identity computed each token (with whose remembered prompt)."""
+    """A finished request: its choices, and which identity computed each token (with whose KV)."""
 
     choices: list[dict[str, Any]] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     record: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 @dataclass
-class _Choice:
-    """One answer that is being made."""
+class Context:
+    """What requests share on a replica.
 
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[dict[str, float]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    identities: list[str] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    sent_tokens: int = 0
-    sent_text: int = 0
-    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    `current` gives what is served now and raises RequestError when nothing is. Whoever holds `gate` may compute, or
+    swap the weights: so a swap falls between two tokens. `compute` runs the engines that are slow.
+    """
+
+    current: Callable[[], Served]
+    seed: int = 0
+    gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cache: PrefixCache | None = None
+    compute: Executor | None = None
 
 
 class _Group:
     """The choices of one prompt."""
 
-    def __init__(
-        self, served: Served, request: Mapping[str, Any], *, number: int, draw: int, seed: int, mode: str
-    ) -> None:
+    def __init__(self, served: Served, request: Mapping[str, Any], context: Context, *, number: int, mode: str) -> None:
         if served.engine is None or served.tokenizer is None:
-            raise RequestError(
-                501, f"the served checkpoint is a {served.model_type!r} model, which the numpy engine does not run"
-            )
+            raise RequestError(501, served.why_not or f"a {served.model_type!r} model is not run here")
         self._request = request
+        self._context = context
         self._served = served
-        self._engine: NumpyEngine = served.engine
-        self._tokenizer: ByteTokenizer = served.tokenizer
+        self._engine: Engine = served.engine
+        self._tokenizer: Tokenizer = served.tokenizer
         self._processed = mode == "processed_logprobs"
+        self._salt: str = request.get("cache_salt") or ""
+        self._cache = context.cache if request.get("prefix_caching", True) else None
         self.prompt = self._prompt_ids(request["prompts"][number])
-        self.read_with = served.identity
+        self.read_with: list[str] = []
+        self.cached_tokens = 0
         self.n = int(request["n"])
         self.max_tokens = self._token_limit()
         self._sampling = _sampling(request["sampling"], served.defaults)
@@ -93,25 +91,35 @@ class _Group:
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
         self._eos = frozenset() if request["ignore_eos"] else served.eos_ids
         self._stop_ids = frozenset(request["stop_token_ids"])
-        self.choices = [_Choice(number * self.n + position) for position in range(self.n)]
-        self._uniforms = np.stack([self._numbers(position, draw, seed) for position in range(self.n)])
+        skip_special = request["skip_special_tokens"]
+        self.choices = [
+            Choice(number * self.n + position, self._tokenizer.detokenizer(self.prompt, skip_special=skip_special))
+            for position in range(self.n)
+        ]
+        draw = request["draws"][number]
+        self._uniforms = np.stack([self._numbers(position, draw) for position in range(self.n)])
+        self.form = Form(request, self._tokenizer, self.prompt)
 
-    def _prompt_ids(self, prompt: list[int] | str) -> list[int]:
-        if isinstance(prompt, str):
-            try:
-                ids = self._tokenizer.encode(prompt)
-            except TextError as exc:
-                raise RequestError(400, str(exc), param="prompt") from None
-        else:
-            ids = prompt
+    def _prompt_ids(self, prompt: Any) -> list[int]:
+        try:
+            if isinstance(prompt, Mapping):
+                ids = self._tokenizer.chat(prompt["messages"], prompt["options"])
+            else:
+                ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        except TextError as exc:
+            raise RequestError(400, str(exc), param=self._prompt_field) from None
         if not ids:
-            raise RequestError(400, "the prompt is empty", param="prompt")
+            raise RequestError(400, "the prompt is empty", param=self._prompt_field)
         largest = max(ids)
         if largest >= self._engine.vocab_size:
             raise RequestError(
-                400, f"token id {largest} is out of vocabulary ({self._engine.vocab_size})", param="prompt"
+                400, f"token id {largest} is out of vocabulary ({self._engine.vocab_size})", param=self._prompt_field
             )
         return ids
+
+    @property
+    def _prompt_field(self) -> str:
+        return "messages" if self._request["chat"] else "prompt"
 
     def _token_limit(self) -> int:
         limit = min(self._engine.max_length, self._request.get("max_model_len") or self._engine.max_length)
@@ -121,11 +129,12 @@ class _Group:
                 400,
                 f"This model's maximum context length is {limit} tokens, but the prompt has {len(self.prompt)} tokens "
                 "and leaves no room for an answer.",
-                param="prompt",
+                param=self._prompt_field,
             )
         asked: int | None = self._request["max_tokens"]
         if asked is None:
-            return min(self._served.default_max_tokens or _DEFAULT_MAX_TOKENS, room)
+            usual = room if self._request["chat"] else _DEFAULT_MAX_TOKENS
+            return min(self._served.default_max_tokens or usual, room)
         if asked > room:
             raise RequestError(
                 400,
@@ -135,44 +144,56 @@ class _Group:
             )
         return asked
 
-    def _numbers(self, position: int, draw: int, seed: int) -> Floats:
+    def _numbers(self, position: int, draw: int) -> Floats:
         asked = self._request["seed"]
         if asked is not None:
             words: list[object] = ["seeded", asked, position]
         else:
             ids = ",".join(map(str, self.prompt))
-            words = ["unseeded", seed, self._served.identity, ids, draw, position]
+            words = ["unseeded", self._context.seed, self._served.identity, ids, draw, position]
         return generator(words).random(self.max_tokens)
 
-    async def run(self, current: Callable[[], Served], emit: Callable[[list[Fragment]], None] | None) -> None:
+    async def run(self, emit: Callable[[list[Fragment]], None] | None) -> None:
         """Make all tokens; `emit` gets what is new after each step."""
-        # An earlier prompt of this request may have taken a while: read this one with the weights of now.
-        self._follow(current(), batch_accepts=lambda engine: True)
-        self.read_with = self._served.identity
-        batch = self._engine.start(self.prompt, self.n)
+        batch: Any = None
         penalties = None
         if self._sampling.penalised:
             penalties = Penalties.of(self.prompt, vocab_size=self._engine.vocab_size, copies=self.n)
         active = list(self.choices)
+        epoch = -1
         for position in range(self.max_tokens):
-            if not self._follow(current(), batch_accepts=lambda engine: engine.accepts(batch)):
-                for choice in active:
-                    self._finish(choice, "abort")
-                break
+            async with self._context.gate:
+                if not self._follow(self._context.current()):
+                    for choice in active:
+                        choice.finish("abort")
+                    break
+                if batch is None:
+                    # Not before this: an earlier prompt of this request may have taken a while.
+                    epoch = 0 if self._cache is None else self._cache.epoch
+                    batch = self._begin()
+                logits = await self._read(batch)
+                identity = self._served.identity
+            self.read_with += [identity] * (len(self.prompt) + position - len(self.read_with))
+            if position == 0:
+                self._keep_in_cache(batch, 0, self.prompt, epoch)
+                self._engine.repeat(batch, self.n)
+                logits = np.repeat(logits, self.n, axis=0)
             rows = np.array([choice.index - self.choices[0].index for choice in active])
             step = sample(
-                self._engine.logits(batch),
+                logits,
                 self._sampling,
                 self._uniforms[rows, position],
                 penalties=penalties,
                 banned=sorted(self._eos | self._stop_ids) if position < self._request["min_tokens"] else (),
             )
-            self._take(active, step)
+            self._take(active, step, identity)
             if penalties is not None:
                 penalties.counts[np.arange(len(active)), step.tokens] += 1
             going = np.array([choice.finish_reason is None for choice in active])
+            for row in np.flatnonzero(~going):
+                self._keep_in_cache(batch, int(row), [*self.prompt, *active[row].tokens[:-1]], epoch)
             if emit is not None:
-                emit([fragment for choice in active if (fragment := self._fragment(choice))])
+                emit([fragment for choice in active for fragment in self._fragments(choice)])
             active = [choice for choice in active if choice.finish_reason is None]
             if not active:
                 break
@@ -181,50 +202,74 @@ class _Group:
                 self._engine.keep(batch, going)
                 if penalties is not None:
                     penalties = Penalties(penalties.in_prompt[going], penalties.counts[going])
-            await asyncio.sleep(0)
+            await between_tokens()
         if emit is not None:
-            emit([fragment for choice in self.choices if (fragment := self._fragment(choice))])
+            emit([fragment for choice in self.choices for fragment in self._fragments(choice)])
 
-    def _follow(self, now: Served, *, batch_accepts: Callable[[NumpyEngine], bool]) -> bool:
+    def _begin(self) -> Any:
+        """Return the prompt as a batch of one, with what the cache has of it."""
+        found = None if self._cache is None else self._cache.find(self._engine, self._salt, self.prompt)
+        if found is None:
+            return self._engine.start(self.prompt)
+        self.cached_tokens = found.memory.length
+        self.read_with = list(found.read_with)
+        return self._engine.start(self.prompt, found.memory)
+
+    def _keep_in_cache(self, batch: Any, row: int, tokens: list[int], epoch: int) -> None:
+        if self._cache is not None and self._cache.epoch == epoch:
+            known = self.read_with[: len(tokens)]
+            self._cache.put(self._engine, self._salt, tokens, lambda: self._engine.remember(batch, row), known)
+
+    async def _read(self, batch: Any) -> npt.NDArray[np.float32]:
+        if not self._engine.in_thread:
+            return self._engine.read(batch)
+        work = asyncio.get_running_loop().run_in_executor(self._context.compute, self._engine.read, batch)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # A thread cannot be stopped: hold the gate until it is done, so that nobody swaps under it.
+            await asyncio.wait([work])
+            raise
+
+    def _follow(self, now: Served) -> bool:
         """Go on with the weights served now; False when they are of another shape."""
         if now is self._served:
             return True
         engine = now.engine
-        if engine is None or engine.vocab_size != self._engine.vocab_size or not batch_accepts(engine):
+        if engine is None or engine.shape != self._engine.shape:
             return False
         self._served, self._engine = now, engine
         return True
 
-    def _take(self, active: Sequence[_Choice], step: Step) -> None:
+    def _take(self, active: Sequence[Choice], step: Step, identity: str) -> None:
         """Append one step's token to each choice and end those that end with it."""
         wanted: int | None = self._request["logprobs"]
         logprobs = step.processed if self._processed else step.raw
         chosen = logprobs[np.arange(len(active)), step.tokens]
         if not np.isfinite(chosen).all():
-            raise RequestError(500, f"the weights of {self._served.identity} give no finite log-probs")
+            raise RequestError(500, f"the weights of {identity} give no finite log-probs")
         for row, choice in enumerate(active):
             token = int(step.tokens[row])
             choice.tokens.append(token)
-            choice.identities.append(self._served.identity)
+            choice.identities.append(identity)
             if wanted is not None:
-                logprob = float(chosen[row])
-                choice.logprobs.append(logprob)
-                choice.names.append(self._name(token))
-                choice.tops.append(self._top(logprobs[row], token, logprob, wanted))
+                choice.logprobs.append(float(chosen[row]))
+                choice.tops.append(ranked(logprobs[row], wanted))
                 choice.offsets.append(len(choice.text))
-            self._read(choice, token)
+            self._show(choice, token)
 
-    def _read(self, choice: _Choice, token: int) -> None:
+    def _show(self, choice: Choice, token: int) -> None:
+        """Add a token's text, and end the choice where it ends."""
         ended = len(choice.tokens) > self._request["min_tokens"] and (token in self._eos or token in self._stop_ids)
         if not ended or self._request["include_stop_str_in_output"]:
-            choice.text += choice.decoder.decode(self._tokenizer.decode_bytes([token]))
+            choice.text += choice.detokenizer.push(token)
         if ended:
             choice.stop_reason = None if token in self._eos else token
-            self._finish(choice, "stop")
+            choice.finish("stop")
         elif not self._find_stop(choice) and len(choice.tokens) >= self.max_tokens:
-            self._finish(choice, "length")
+            choice.finish("length")
 
-    def _find_stop(self, choice: _Choice) -> bool:
+    def _find_stop(self, choice: Choice) -> bool:
         places = [(place, stop) for stop in self._stops if (place := choice.text.find(stop, choice.sent_text)) >= 0]
         if not places or len(choice.tokens) <= self._request["min_tokens"]:
             return False
@@ -233,82 +278,53 @@ class _Group:
         choice.finish_reason, choice.stop_reason = "stop", stop
         return True
 
-    def _finish(self, choice: _Choice, reason: str) -> None:
-        choice.text += choice.decoder.decode(b"", final=True)
-        choice.finish_reason = reason
-
-    def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._request["tokens_as_ids"] else self._tokenizer.decode([token])
-
-    def _top(self, logprobs: Floats, token: int, logprob: float, wanted: int) -> dict[str, float]:
-        found = {self._name(token): logprob}
-        if wanted:
-            best = np.argsort(-logprobs, kind="stable")[:wanted]
-            for other in best:
-                found.setdefault(self._name(int(other)), max(float(logprobs[other]), _LOWEST_LOGPROB))
-        return found
-
-    def _fragment(self, choice: _Choice) -> Fragment | None:
-        """Return what of a choice has not been sent, or None; text that may turn out to be a stop string waits."""
+    def _fragments(self, choice: Choice) -> list[Fragment]:
+        """Return what of a choice has not been sent; text that may turn out to be a stop string waits."""
         done = choice.finish_reason is not None
         end = len(choice.text) if done else max(choice.sent_text, len(choice.text) - self._held_back)
         start_token, start_text = choice.sent_tokens, choice.sent_text
         if start_token == len(choice.tokens) and start_text == end:
-            return None
+            return []
         choice.sent_tokens, choice.sent_text = len(choice.tokens), end
-        return self.rendered(choice, start_token, start_text, end)
+        return [*self.form.opening(choice), self.form.part(choice, start_token, start_text, end)]
 
-    def rendered(self, choice: _Choice, start_token: int = 0, start_text: int = 0, end: int | None = None) -> Fragment:
-        """Return a choice, or the part of it from some token and character on, as the answer shows it."""
-        part: Fragment = {
+    def record(self, choice: Choice) -> dict[str, Any]:
+        """Return whose weights computed each token of a choice, and whose KV each token's computation could see."""
+        return {
             "index": choice.index,
-            "text": choice.text[start_text:end],
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "cached_tokens": self.cached_tokens,
+            "prompt_tokens": len(self.prompt),
+            "window": self._engine.window,
+            "kv": _runs(self.read_with[: len(self.prompt) + max(len(choice.tokens) - 1, 0)]),
+            "runs": _runs(choice.identities),
         }
-        if self._request["logprobs"] is not None:
-            part["logprobs"] = {
-                "text_offset": choice.offsets[start_token:],
-                "token_logprobs": choice.logprobs[start_token:],
-                "tokens": choice.names[start_token:],
-                "top_logprobs": choice.tops[start_token:],
-            }
-        if self._request["return_token_ids"]:
-            part["token_ids"] = choice.tokens[start_token:]
-            if start_token == 0:
-                part["prompt_token_ids"] = self.prompt
-        return part
 
 
 async def complete(
     request: Mapping[str, Any],
+    context: Context,
     *,
-    current: Callable[[], Served],
-    seed: int,
     mode: str,
     emit: Callable[[list[Fragment]], None] | None = None,
 ) -> Completion:
-    """Serve a request, which the gateway has checked, with the weights that `current` gives at each token.
+    """Serve a request, which the gateway has checked, with the weights that are current at each token.
 
     Raises RequestError. With `emit` the choices go out in fragments, and the result's `choices` stay empty.
     """
-    served = current()
-    groups = [
-        _Group(served, request, number=number, draw=draw, seed=seed, mode=mode)
-        for number, draw in enumerate(request["draws"])
-    ]
+    served = context.current()
+    groups = [_Group(served, request, context, number=number, mode=mode) for number in range(len(request["prompts"]))]
     result = Completion()
+    if request["chat"] and request["return_token_ids"]:
+        result.prompt_token_ids = groups[0].prompt
     for group in groups:
-        await group.run(current, emit)
+        await group.run(emit)
         result.prompt_tokens += len(group.prompt)
+        result.cached_tokens += group.cached_tokens
         for choice in group.choices:
             result.completion_tokens += len(choice.tokens)
-            result.record.append(
-                {"index": choice.index, "prompt_read_with": group.read_with, "runs": _runs(choice.identities)}
-            )
+            result.record.append(group.record(choice))
             if emit is None:
-                result.choices.append(group.rendered(choice))
+                result.choices.append(group.form.part(choice))
             if request["report_tokens"]:
                 result.tokens = choice.tokens
     return result

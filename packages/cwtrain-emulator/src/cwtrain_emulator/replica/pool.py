@@ -90,12 +90,14 @@ class Pool:
         s3: dict[str, Any],
         seed: int,
         swap_delay: float,
+        engine: str = "numpy",
         on_hello: Callable[[Replica], None],
         on_change: Callable[[Replica], None],
     ) -> None:
         self._root = root
         self._s3 = s3
         self._seed = seed
+        self._engine = engine
         self._swap_delay = swap_delay
         self._on_hello = on_hello
         self._on_change = on_change
@@ -150,13 +152,25 @@ class Pool:
         found = [replica for replica in self._replicas.values() if replica.deployment_id == deployment_id]
         return sorted(found, key=lambda replica: replica.ordinal)
 
-    def load(self, replica: Replica, load_id: str, chain: Sequence[ChainEntry], *, staggered: bool) -> None:
-        """Tell a connected replica to materialise a chain and to serve it; if `staggered`, later than its neighbour."""
+    def load(
+        self,
+        replica: Replica,
+        load_id: str,
+        chain: Sequence[ChainEntry],
+        *,
+        staggered: bool,
+        reset_cache: bool = False,
+    ) -> None:
+        """Tell a connected replica to materialise a chain and to serve it; if `staggered`, later than its neighbour.
+
+        With `reset_cache` its prefix cache is emptied when it swaps.
+        """
         replica.load_id = load_id
         if replica.writer is not None:
             delay = self._swap_delay * replica.ordinal if staggered else 0.0
             entries = [entry.to_json() for entry in chain]
-            write_frame(replica.writer, {"op": "load", "load_id": load_id, "chain": entries, "delay": delay})
+            order = {"op": "load", "load_id": load_id, "chain": entries, "delay": delay, "reset_cache": reset_cache}
+            write_frame(replica.writer, order)
 
     async def ask(self, replica: Replica, head: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request and return the answer's head and payload; raise ReplicaError."""
@@ -232,6 +246,7 @@ class Pool:
             "root": str(replica.directory),
             "s3": self._s3,
             "seed": self._seed,
+            "engine": self._engine,
         }
         assert replica.process.stdin is not None
         with contextlib.suppress(ConnectionError):

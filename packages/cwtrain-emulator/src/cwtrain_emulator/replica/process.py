@@ -20,9 +20,10 @@ from typing import Any
 
 from cwtrain_emulator import _guard
 from cwtrain_emulator.channel import read_frame, write_frame
-from cwtrain_emulator.replica.generate import Completion, RequestError, complete
+from cwtrain_emulator.engine.prefix_cache import DEFAULT_CACHE_BYTES, PrefixCache
+from cwtrain_emulator.replica.generate import Completion, Context, RequestError, complete
 from cwtrain_emulator.replica.materialise import NoWeightsError, SnapshotError, Workshop, hash_tensors
-from cwtrain_emulator.replica.serving import Served, load
+from cwtrain_emulator.replica.serving import Served, activate, load
 from cwtrain_emulator.s3.client import S3Client, S3Config
 from cwtrain_emulator.snapshots import ChainEntry
 
@@ -40,12 +41,21 @@ class Replica:
         self._workshop: Workshop | None = None
         self._loads: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._requests: dict[int, asyncio.Task[None]] = {}
+        self._context = Context(
+            self._now,
+            seed=settings["seed"],
+            cache=PrefixCache(settings.get("prefix_cache_bytes", DEFAULT_CACHE_BYTES)),
+            compute=ThreadPoolExecutor(1, thread_name_prefix="compute"),
+        )
 
     async def run(self) -> None:
         """Serve until the connection ends."""
         settings = self._settings
         reader, self._writer = await asyncio.open_connection("127.0.0.1", settings["port"])
         self._send({"op": "hello", "name": settings["name"], "secret": settings["secret"], "pid": os.getpid()})
+        if settings.get("engine") == "transformers":
+            # Takes seconds: begun before the first weights come.
+            asyncio.get_running_loop().run_in_executor(self._context.compute, _import_transformers)
         loading = asyncio.create_task(self._load_in_turn())
         try:
             while True:
@@ -101,10 +111,19 @@ class Replica:
             return
         # Replicas swap at different moments, as they do in a fleet.
         await asyncio.sleep(order["delay"])
-        self._served = served
+        await self._swap(served, reset_cache=order.get("reset_cache", False))
         self._send_state(order, "READY")
         if self._workshop is not None:
             await loop.run_in_executor(self._loader, self._workshop.prune, served.generation)
+
+    async def _swap(self, served: Served, *, reset_cache: bool) -> None:
+        """Serve other weights from the next token on; requests in flight go on with what they remember."""
+        async with self._context.gate:
+            if served is not self._served:
+                await asyncio.get_running_loop().run_in_executor(self._context.compute, activate, served)
+            self._served = served
+            if reset_cache and self._context.cache is not None:
+                self._context.cache.clear()
 
     def _prepare(self, chain: list[ChainEntry]) -> Served:
         """Materialise a chain and load it; in the loader's thread."""
@@ -114,7 +133,7 @@ class Replica:
         generation = self._workshop.materialise(chain)
         if self._served is not None and self._served.generation == generation:
             return self._served
-        return load(generation)
+        return load(generation, engine=self._settings.get("engine", "numpy"), previous=self._served)
 
     def _send_state(self, order: dict[str, Any], state: str, *, error: str = "") -> None:
         identity = self._served.identity if self._served is not None else ""
@@ -133,13 +152,12 @@ class Replica:
         if head["request"]["stream"]:
 
             def emit(fragments: list[dict[str, Any]]) -> None:
-                if fragments:
-                    self._send({"op": "part", "rid": rid}, _dump(fragments))
+                # One choice per event, as vLLM sends them.
+                for fragment in fragments:
+                    self._send({"op": "part", "rid": rid}, _dump([fragment]))
 
         try:
-            done = await complete(
-                head["request"], current=self._now, seed=self._settings["seed"], mode=head["mode"], emit=emit
-            )
+            done = await complete(head["request"], self._context, mode=head["mode"], emit=emit)
         except RequestError as exc:
             self._send({"op": "error", "rid": rid, "status": exc.status, "message": str(exc), "param": exc.param})
         except Exception:  # noqa: BLE001 - logged, and answered as an error
@@ -165,13 +183,20 @@ class Replica:
             write_frame(self._writer, head, payload)
 
 
+def _import_transformers() -> None:
+    from cwtrain_emulator.engine import transformers_engine
+
+    _log.debug("%s is there", transformers_engine.__name__)
+
+
 def _done(rid: int, done: Completion) -> dict[str, Any]:
     usage = {
         "prompt_tokens": done.prompt_tokens,
         "completion_tokens": done.completion_tokens,
         "total_tokens": done.prompt_tokens + done.completion_tokens,
     }
-    return {"op": "done", "rid": rid, "usage": usage, "record": done.record, "tokens": done.tokens}
+    head = {"op": "done", "rid": rid, "usage": usage, "record": done.record, "tokens": done.tokens}
+    return head if done.prompt_token_ids is None else {**head, "prompt_token_ids": done.prompt_token_ids}
 
 
 def _dump(value: object) -> bytes:
