@@ -173,6 +173,8 @@ class Deployment:
     hot_load: HotLoadTarget | None = None
     gateway_ids: tuple[str, ...] = ()
     disabled: bool = False
+    model_bucket: str = ""
+    model_path: str = ""
     conditions: tuple[Condition, ...] = ()
     organization_id: str = ""
     created_at: dt.datetime | None = None
