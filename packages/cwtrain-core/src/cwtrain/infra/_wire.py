@@ -179,11 +179,14 @@ def _flat_gateway(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat_deployment(data: Mapping[str, Any]) -> dict[str, Any]:
     spec, _ = _parts(data)
+    model = _object(spec.get("model"), "spec.model")
     return {
         **_common(data),
         "gatewayIds": spec.get("gatewayIds"),
         "disabled": spec.get("disabled"),
-        "modelName": _object(spec.get("model"), "spec.model").get("name"),
+        "modelName": model.get("name"),
+        "modelBucket": model.get("bucket"),
+        "modelPath": model.get("path"),
         "engine": _object(spec.get("runtime"), "spec.runtime").get("engine"),
         "hotLoad": spec.get("hotLoad") or None,
     }
