@@ -124,6 +124,7 @@ def test_a_deployment_and_its_json():
         "disabled",
     ]
     assert data["status"] == "READY"
+    assert (data["model_bucket"], data["model_path"]) == ("weights", "base")
     assert data["hot_load"] == {"bucket": "weights", "path_prefix": "run", "transition_mode": "ASYNC"}
     assert data["rollout_base_url"] == "https://gw.example.com/v1"
     assert data["conditions"][0]["status"] == "TRUE"
