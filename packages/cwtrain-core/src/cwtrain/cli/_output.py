@@ -83,6 +83,12 @@ class Output:
         with ProgressLine(quiet=self.quiet) as line:
             yield line.event
 
+    @contextmanager
+    def bytes_done(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Give a callback for ``on_progress`` of work on bytes: how many are done, and of how many."""
+        with ProgressLine(quiet=self.quiet) as line:
+            yield lambda done, total: line.bytes_done(what, done, total)
+
 
 def _write(text: str) -> None:
     # Bytes, so that neither the locale nor a file name that is no UTF-8 can break the output.
@@ -157,7 +163,7 @@ def _console() -> Console:
 
 
 class ProgressLine:
-    """Tells how far a publish or a wait is: one redrawn line on a terminal, else a plain line for each change of state.
+    """Tells how far something is: one redrawn line on a terminal, else a plain line for each change of state.
 
     Without a change there is at most one plain line in 30 seconds.
     """
@@ -167,6 +173,7 @@ class ProgressLine:
         self._clock = clock
         self._mark: tuple[object, ...] = ()
         self._told = 0.0
+        self._began: float | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -192,14 +199,29 @@ class ProgressLine:
         """Tell ``event``."""
         if self._quiet:
             return
-        if self._bar is not None and self._task is not None:
-            done, total = _share(event)
-            self._bar.update(self._task, description=_line(event), completed=done, total=total or None)
+        done, total = _share(event)
+        self._tell(_line(event), _mark(event), done, total)
+
+    def bytes_done(self, what: str, done: int, total: int) -> None:
+        """Tell that ``what`` is at ``done`` of ``total`` bytes, with the rate and the time that the rest takes."""
+        if self._quiet:
             return
-        mark, now = _mark(event), self._clock()
+        now = self._clock()
+        self._began = now if self._began is None else self._began
+        text, spent = f"{what}: {done:,}/{total:,} bytes", now - self._began
+        if done and spent > 0:
+            text += f", {done / spent / 1e6:.1f} MB/s"
+            text += f", {spent * (total - done) / done:.0f} s left" if done < total else f", {spent:.1f} s"
+        self._tell(text, (what, done >= total), done, total)
+
+    def _tell(self, text: str, mark: tuple[object, ...], done: int, total: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=text, completed=done, total=total or None)
+            return
+        now = self._clock()
         if mark != self._mark or now - self._told >= HEARTBEAT:
             self._mark, self._told = mark, now
-            say(_line(event))
+            say(text)
 
 
 def _line(event: ProgressEvent) -> str:

@@ -28,6 +28,7 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         "deployment": "cwtrain.cli.deployment:deployment",
         "gateway": "cwtrain.cli.gateway:gateway",
         "hotload": "cwtrain.cli.hotload:hotload",
+        "snapshot": "cwtrain.cli.snapshot:snapshot",
         "plugins": "cwtrain.cli.plugins:plugins",
         "doctor": "cwtrain.cli.doctor:doctor",
         "completion": "cwtrain.cli.completion:completion",

@@ -65,6 +65,7 @@ def inspect_snapshot(
     allow_empty_delta: bool = False,
     verify: str = "headers",
     base: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[int, int], object] | None = None,
 ) -> LocalSnapshot:
     """Return what the directory at ``path`` holds, ready to be published.
 
@@ -76,7 +77,8 @@ def inspect_snapshot(
     decoded, in bounded memory, and each result is checked against the recorded Adler-32 where ``base`` (the checkpoint
     directory or file that the delta was made from) is given; a full snapshot's tensors are checked where their
     Adler-32 is recorded. Without ``base`` a delta's frames are checked to be exactly one well-formed frame each, of the
-    length that they state, which may be at most 1 TiB.
+    length that they state, which may be at most 1 TiB. ``on_progress`` is called with the bytes that are checked, and
+    all that will be.
 
     Raises SnapshotLayoutError whose ``problems`` lists everything that is wrong, with file and fix; ChecksumError for
     bytes that do not match; SnapshotChangedError for a file that changes meanwhile; ConfigError for a wrong argument.
@@ -94,7 +96,7 @@ def inspect_snapshot(
     )
     snapshot = _snapshot(found, verified=verify)
     if verify == "full":
-        snapshot = _verify(found, snapshot, base)
+        snapshot = _verify(found, snapshot, base, on_progress)
     return snapshot
 
 
@@ -360,18 +362,23 @@ def _shard_file(shards: Shards, shard: str, header: Header) -> SnapshotFile:
     )
 
 
-def _verify(found: Inspection, snapshot: LocalSnapshot, base: str | os.PathLike[str] | None) -> LocalSnapshot:
+def _verify(
+    found: Inspection,
+    snapshot: LocalSnapshot,
+    base: str | os.PathLike[str] | None,
+    on_progress: Callable[[int, int], object] | None,
+) -> LocalSnapshot:
     from cwtrain.snapshots.verify import verify_delta, verify_full
 
     assert found.shards is not None
     if snapshot.kind is SnapshotKind.DELTA:
-        verify_delta(found.shards, snapshot.checksums, base=base)
+        verify_delta(found.shards, snapshot.checksums, base=base, on_progress=on_progress)
         return snapshot
     warnings = list(snapshot.warnings)
     if base is not None:
         warnings.append("base= is not used: a full snapshot is checked by itself")
     if snapshot.checksums:
-        verify_full(found.shards, snapshot.checksums)
+        verify_full(found.shards, snapshot.checksums, on_progress=on_progress)
     else:
         warnings.append("no checksums are recorded, so only the headers could be checked")
     return attrs.evolve(snapshot, warnings=tuple(warnings))

@@ -17,7 +17,7 @@ from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, checkpoint_of, open
 if TYPE_CHECKING:
     from cwtrain.snapshots._patch import Wrong
 
-__all__ = ["decode_delta", "raise_wrong", "verify_delta", "verify_full"]
+__all__ = ["check_frames", "decode_delta", "raise_wrong", "verify_delta", "verify_full"]
 
 OnProgress = Callable[[int, int], object]
 
@@ -56,7 +56,7 @@ def verify_delta(
     blobs = checkpoint_of(shards).tensors
     count = worker_count(workers)
     if base is None:
-        damaged = _check_frames(list(blobs.values()), workers=count, on_progress=on_progress)
+        damaged = check_frames(list(blobs.values()), workers=count, on_progress=on_progress)
         _raise(shards.directory, damaged, hint="the delta is damaged; write it again")
         return
     from cwtrain.snapshots._sweep import sweep
@@ -72,8 +72,17 @@ def verify_delta(
     raise_wrong(shards.directory, {name: swept.wrong[name] for name in blobs if name in swept.wrong}, base=root.path)
 
 
-def _check_frames(blobs: Sequence[Tensor], *, workers: int, on_progress: OnProgress | None) -> dict[str, str]:
-    """Decode frames without their base, and return what is wrong with them."""
+def check_frames(
+    blobs: Sequence[Tensor],
+    *,
+    workers: int,
+    on_progress: OnProgress | None,
+    visit: Callable[[Tensor, memoryview], None] | None = None,
+) -> dict[str, str]:
+    """Decode frames without their base, and return what is wrong with them.
+
+    ``visit`` gets each piece that comes out; those of one frame come in order and from one thread.
+    """
     from cwtrain.snapshots._codec import CHUNK_BYTES
     from cwtrain.snapshots._decoder import Decoder, decoded_pieces
     from cwtrain.snapshots._frames import FrameError
@@ -95,8 +104,10 @@ def _check_frames(blobs: Sequence[Tensor], *, workers: int, on_progress: OnProgr
 
                 try:
                     reader = local.decoder.open(read_into, blob.size_bytes, size=None)
-                    for _ in decoded_pieces(reader, memoryview(local.buffer)):
+                    for piece in decoded_pieces(reader, memoryview(local.buffer)):
                         check()
+                        if visit is not None:
+                            visit(blob, piece)
                 except FrameError as error:
                     wrong[blob.name] = f"its frame {error}"
                 progress.add(blob.size_bytes)
