@@ -180,39 +180,23 @@ class WeightMirror:
 
         target = os.path.realpath(os.fspath(root))
         chain = resolve_chain(store, location, identity)
-        parent, name = os.path.split(target)
-        work = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:8]}.download")
-        mirror: WeightMirror | None = None
-        try:
-            for number, link in enumerate(chain):
-                place = os.path.join(work, str(number))
-                download(store, location, link, place)
-                last = number == len(chain) - 1
-                reached = version if last and version is not None else link.version
-                if mirror is None:
-                    mirror = cls.create(
-                        place,
-                        target,
-                        version=reached,
-                        checksums=link.tensors or None,
-                        workers=workers,
-                        in_place=in_place,
-                        replace=True,
-                        disk=disk,
-                    )
-                else:
-                    with mirror._mutex:
-                        change = open_delta(place, base=mirror._checkpoint())
-                        mirror._apply(change, reached, None)
-                shutil.rmtree(place)
-        except BaseException:
-            if mirror is not None:
-                mirror.close()
-            raise
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        assert mirror is not None  # a chain has a link
-        return mirror
+        with _replacing(target, True) as place:
+            work = f"{place}.download"
+            try:
+                for number, link in enumerate(chain):
+                    fetched = os.path.join(work, str(number))
+                    download(store, location, link, fetched)
+                    reached = version if number == len(chain) - 1 and version is not None else link.version
+                    if number == 0:
+                        sums = link.tensors or None
+                        cls.create(fetched, place, version=reached, checksums=sums, workers=workers, disk=disk).close()
+                    else:
+                        with cls(place, workers=workers, in_place=in_place, disk=disk) as mirror:
+                            mirror._apply(open_delta(fetched, base=mirror._checkpoint()), reached, None)
+                    shutil.rmtree(fetched)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+        return cls(target, workers=workers, in_place=in_place, disk=disk)
 
     # -- what it holds ---------------------------------------------------------------------------------------------
 
@@ -389,6 +373,7 @@ class WeightMirror:
         return state, shards
 
     def _drop_pending(self) -> None:
+        self._disk.remove_tree(f"{self._layout.pending}.new")
         self._disk.rename(self._layout.pending, f"{self._layout.pending}.new")
         self._disk.remove_tree(f"{self._layout.pending}.new")
 
@@ -596,24 +581,30 @@ def _settle(disk: Disk, stage: str, version: str) -> None:
 
 @contextmanager
 def _replacing(target: str, replace: bool) -> Iterator[str]:
-    """Give where to make the new mirror; one that is at ``target`` is held, and gives way at the end."""
+    """Give where to make a new mirror, which becomes ``target`` at the end. One that is there is held until then."""
     hidden = os.path.join(target, HIDDEN)
-    if not os.path.isdir(hidden):
-        yield target
-        return
-    if not replace:
+    there = os.path.isdir(hidden)
+    if there and not replace:
         raise MirrorError(
             f"{target}: there is a mirror already",
             hint="open it with WeightMirror(root), or replace it: WeightMirror.create(base, root, replace=True)",
         )
-    lock = MirrorLock(target, hidden)
+    if not there and os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
+        raise SnapshotError(f"{target}: exists and is not an empty directory", hint="give a new directory")
+    lock = MirrorLock(target, hidden) if there else None
     parent, name = os.path.split(target)
     tag = uuid.uuid4().hex[:8]
     new, old = (os.path.join(parent, f".{name}.{tag}.{what}") for what in ("new", "old"))
     try:
         yield new
-        os.rename(target, old)
-        os.rename(new, target)
+        if there:
+            os.rename(target, old)
+        os.rename(new, target)  # also onto an empty directory
+        Disk().fsync_directory(parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
     shutil.rmtree(old, ignore_errors=True)
