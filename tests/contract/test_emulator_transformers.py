@@ -117,3 +117,72 @@ def test_greedy_decoding_is_transformers_own_before_and_after_hot_loads(
     served.load("000002", models["delta"], "000001")
     third = agrees(served, models["v2"], "c")
     assert first != second != third
+
+
+def test_stale_kv_is_seen_without_a_salt_and_not_with_one(served: Served, models: dict[str, Path]) -> None:
+    from helpers import hf_reference
+
+    prompt = [9, 8, 7, 6, 5, 4, 3, 301]
+    served.load("000003", models["v1"])
+    served.greedy(prompt)
+    done = served.load("000004", models["v0"])
+    model = hf_reference.load(models["v0"])
+    tokens, logprobs, record = served.greedy(prompt)
+    assert set(record["tokens"]) == {"000004"}
+    assert record["prompt_kv"] == ["000003"] * (len(prompt) - 1) + ["000004"]
+    # Attention looks at everything: the old KV stays with the answer to its end.
+    assert record["kv"] == [["000003", "000004"]] * TOKENS
+    theirs = hf_reference.score(model, prompt, tokens)
+    assert max(abs(mine - other) for mine, other in zip(logprobs, theirs, strict=True)) > 0.01
+    tokens, logprobs, record = served.greedy(prompt, nvext={"cache_salt": done["spec"]["id"]})
+    assert record["kv"] == [["000004"]] * TOKENS
+    expected, theirs = hf_reference.greedy(model, prompt, TOKENS)
+    assert tokens == expected
+    assert max(abs(mine - other) for mine, other in zip(logprobs, theirs, strict=True)) < CLOSE
+    served.load("000005", models["v0"], promptCachePolicy="PROMPT_CACHE_POLICY_RESET_ALL")
+    assert served.greedy(prompt)[2]["kv"] == [["000005"]] * TOKENS
+
+
+def test_chats_use_the_model_s_own_template(served: Served, models: dict[str, Path]) -> None:
+    from helpers import hf_reference
+
+    served.load("000006", models["v0"])
+    messages = [{"role": "system", "content": "say"}, {"role": "user", "content": "a small question: ä?"}]
+    body = {
+        "messages": messages, "max_tokens": 12, "seed": 1, "logprobs": True, "top_logprobs": 2, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    answer = served.post("chat/completions", body)
+    (choice,) = answer["choices"]
+    assert answer["prompt_token_ids"] == hf_reference.template_ids(models["v0"], messages)
+    assert choice["message"] == {"role": "assistant", "content": hf_reference.decode(models["v0"], choice["token_ids"])}
+    assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [2] * 12
+    # The same, said by text and by ids.
+    again = {"seed": 1, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    text = served.post("completions", {**again, "prompt": "".join(
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    ) + "<|im_start|>assistant\n"})  # fmt: skip
+    ids = served.post("completions", {**again, "prompt": answer["prompt_token_ids"]})
+    assert text["choices"] == ids["choices"]
+    assert ids["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_streams_add_up(served: Served, models: dict[str, Path], path: str) -> None:
+    served.load(f"stream-{path[:4]}", models["v0"])
+    chat = path.startswith("chat")
+    body = {
+        "model": served.model, "n": 2, "max_tokens": 40, "seed": 5, "ignore_eos": True, "return_token_ids": True,
+        **({"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "one"}),
+    }  # fmt: skip
+    whole = served.post(path, body)
+    events = served.api.streamed(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert events[-1]["usage"] == whole["usage"]
+    assert {event["object"] for event in events} == {"chat.completion.chunk" if chat else "text_completion"}
+    parts = [choice for event in events for choice in event["choices"]]
+    for choice in whole["choices"]:
+        mine = [part for part in parts if part["index"] == choice["index"]]
+        text = "".join(part["delta"]["content"] if chat else part["text"] for part in mine)
+        assert text == (choice["message"]["content"] if chat else choice["text"])
+        assert [token for part in mine for token in part.get("token_ids", [])] == choice["token_ids"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"

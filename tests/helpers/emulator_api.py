@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -54,6 +55,14 @@ class Api:
     def complete(self, body: Mapping[str, Any], *, origin: str | None = None, **options: Any) -> requests.Response:
         """Send a completions request, to the common endpoint or to a gateway's own."""
         return self.session.post(f"{origin or self.base_url}/v1/completions", json=body, timeout=60, **options)
+
+    def streamed(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Send a streamed request and return its events; the last line must be the one that says that it is over."""
+        answer = self.session.post(f"{self.base_url}/v1/{path}", json=body, timeout=self._patience, stream=True)
+        assert answer.status_code == 200, answer.text
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith(b"data: ")]
+        assert lines[-1] == b"[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
 
     def gateway(self, **changes: Any) -> dict[str, Any]:
         """Make a gateway and return it when it is READY."""
