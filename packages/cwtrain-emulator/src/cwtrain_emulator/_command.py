@@ -11,12 +11,19 @@ from pathlib import Path
 
 import click
 
+from cwtrain_emulator._control_command import faults_group, reset_command, status_command
+
 __all__ = ["emulator_group"]
 
 
 @click.group("emulator", help="Run Dedicated Inference on this machine.")
 def emulator_group() -> None:
     """Hold the emulator's commands."""
+
+
+emulator_group.add_command(status_command)
+emulator_group.add_command(reset_command)
+emulator_group.add_command(faults_group)
 
 
 @emulator_group.command("serve")
@@ -56,6 +63,12 @@ def emulator_group() -> None:
     show_default=True,
     help="What runs Hugging Face models; `transformers` is an extra. The small default models always run in numpy.",
 )
+@click.option("--slots", type=click.IntRange(1), help="Sequences that a replica generates at once; none: no limit.")
+@click.option("--queue", type=click.IntRange(0), help="Requests that wait for slots at a replica; beyond: 429.")
+@click.option(
+    "--tokens-per-second", type=click.FloatRange(0.001), help="Tokens that a replica makes of each sequence per second."
+)
+@click.option("--retry-after", metavar="SECONDS", help="Header Retry-After of a 429; none: without it.")
 @click.option("--discard-state", is_flag=True, hidden=True, help="Delete the state directory at the end.")
 @click.option("--watch-stdin", is_flag=True, hidden=True, help="Stop at the end of standard input.")
 @click.option("--verbose", is_flag=True, help="Log more on stderr.")
@@ -75,6 +88,10 @@ def serve_command(
     transition_seconds: float,
     swap_delay: float,
     engine: str,
+    slots: int | None,
+    queue: int | None,
+    tokens_per_second: float | None,
+    retry_after: str | None,
     discard_state: bool,
     watch_stdin: bool,
     verbose: bool,
@@ -107,6 +124,10 @@ def serve_command(
         transition_seconds=transition_seconds,
         swap_delay_seconds=swap_delay,
         engine=engine,
+        slots=slots,
+        queue=queue,
+        tokens_per_second=tokens_per_second,
+        retry_after=retry_after,
         keep_state=not temporary,
         environ=dict(os.environ),
     )

@@ -14,7 +14,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cwtrain_emulator.control_client import Control
 
 __all__ = ["Emulator", "EmulatorError"]
 
@@ -29,8 +32,9 @@ class Emulator:
     """A running emulator, as ``python -m cwtrain_emulator serve`` starts it.
 
     Without `state_dir` everything is temporary and gone after `stop`; with one, `start` goes on where the last run
-    stopped. `port` 0 takes a free port. `extra_args` go to the command as they are. The processes end with this one,
-    however it ends. Not to be started twice at once; after `stop` it can be started again.
+    stopped. `slots`, `queue`, `tokens_per_second` and `retry_after` are each replica's capacity. `port` 0 takes a free
+    port. `extra_args` go to the command as they are. The processes end with this one, however it ends. Not to be
+    started twice at once; after `stop` it can be started again.
     """
 
     def __init__(
@@ -42,6 +46,10 @@ class Emulator:
         seed: int = 0,
         report_identity: bool = False,
         engine: str = "numpy",
+        slots: int | None = None,
+        queue: int | None = None,
+        tokens_per_second: float | None = None,
+        retry_after: str | None = None,
         bucket: str = "cwtrain-weights",
         s3_endpoint: str | None = None,
         start_timeout: float = 90.0,
@@ -51,6 +59,8 @@ class Emulator:
         self._state_dir = None if state_dir is None else Path(state_dir).absolute()
         self._options = [f"--replicas={replicas}", f"--port={port}", f"--seed={seed}", f"--bucket={bucket}"]
         self._options.append(f"--engine={engine}")
+        limits = {"slots": slots, "queue": queue, "tokens-per-second": tokens_per_second, "retry-after": retry_after}
+        self._options += [f"--{name}={value}" for name, value in limits.items() if value is not None]
         if report_identity:
             self._options.append("--report-identity")
         if s3_endpoint is not None:
@@ -188,6 +198,13 @@ class Emulator:
     def state_dir(self) -> Path:
         """Where its state is."""
         return Path(self._value("state_dir"))
+
+    @property
+    def control(self) -> Control:
+        """Its own routes: status, reset, replicas, faults."""
+        from cwtrain_emulator.control_client import Control
+
+        return Control(self.base_url, self.admin_token)
 
     @property
     def env(self) -> dict[str, str]:

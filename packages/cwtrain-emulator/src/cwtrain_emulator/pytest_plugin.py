@@ -1,4 +1,4 @@
-"""Pytest fixtures: a running emulator, a READY deployment on it, and its bucket.
+"""Pytest fixtures: a running emulator, a READY deployment on it, its bucket, and faults.
 
 Nothing starts, and nothing heavy is imported, before a test asks for a fixture.
 """
@@ -9,16 +9,17 @@ import json
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from cwtrain_emulator.control_client import Control
     from cwtrain_emulator.emulator import Emulator
 
-__all__ = ["Bucket", "bucket", "deployment", "emulator"]
+__all__ = ["Bucket", "Faults", "bucket", "deployment", "emulator", "faults"]
 
 _API = "/v1alpha1/inference"
 _READY_SECONDS = 60.0
@@ -30,6 +31,29 @@ class Bucket:
 
     name: str
     client: Any
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Faults of the emulator, counted and deterministic; what there is, is in ``docs/reference/faults.md``."""
+
+    control: Control
+
+    def add(self, target: str, kind: str, **values: Any) -> dict[str, Any]:
+        """Add a fault and return it. `target`: api, endpoint, store or replica; `after`, `times` count requests."""
+        return self.control.add_fault(target, kind, **values)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return all faults, with how many requests each has `seen` and `struck`."""
+        return self.control.faults()
+
+    def struck(self, fault: Mapping[str, Any]) -> int:
+        """Return how many requests a fault has struck by now."""
+        return int(self.control.call("GET", f"/faults/{fault['id']}")["fault"]["struck"])
+
+    def clear(self, fault: Mapping[str, Any] | None = None) -> None:
+        """Remove a fault, or all; replicas that stand still because of it go on."""
+        self.control.clear_faults(None if fault is None else fault["id"])
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +85,15 @@ def bucket(emulator: Emulator) -> Bucket:
         config=config,
     )
     return Bucket(emulator.bucket, client)
+
+
+@pytest.fixture
+def faults(emulator: Emulator) -> Iterator[Faults]:
+    """Give the emulator's faults; there are none at the test's start, and none after it."""
+    made = Faults(emulator.control)
+    made.clear()
+    yield made
+    made.clear()
 
 
 @pytest.fixture(scope="session")

@@ -27,13 +27,17 @@ from cwtrain_emulator.api.app import make_app
 from cwtrain_emulator.api.controller import Controller, replica_names
 from cwtrain_emulator.api.edge import Edge
 from cwtrain_emulator.api.service import Service, gateway_zones
+from cwtrain_emulator.control import RUNNING_FILE, control_routes
+from cwtrain_emulator.faults import FaultBook
 from cwtrain_emulator.gateway.app import Gateway, gateway_app, gateway_routes
 from cwtrain_emulator.gateway.routing import Router
-from cwtrain_emulator.keys import Keys
+from cwtrain_emulator.http_faults import Faulty, HangUpProtocol
+from cwtrain_emulator.keys import Keys, write_private
 from cwtrain_emulator.page.activity import Activity, LogProblems, Watched
 from cwtrain_emulator.page.routes import page_routes, page_url
 from cwtrain_emulator.replica.pool import Pool
 from cwtrain_emulator.s3.client import S3Client, S3Config, S3Error, credentials_from_env, is_loopback
+from cwtrain_emulator.s3.proxy import StoreProxy
 from cwtrain_emulator.s3.weed import WeedServer
 from cwtrain_emulator.settings import Settings
 from cwtrain_emulator.store import Store
@@ -66,8 +70,9 @@ class _Server(uvicorn.Server):
 class PortListeners:
     """One server per port, on this event loop."""
 
-    def __init__(self, host: str, activity: Activity) -> None:
+    def __init__(self, host: str, activity: Activity, faults: FaultBook) -> None:
         self._host = host
+        self._faults = faults
         self._activity = activity
         self._gateway: Gateway | None = None
         self._running: dict[str, tuple[_Server, asyncio.Task[None], int]] = {}
@@ -92,7 +97,9 @@ class PortListeners:
     def listen(self, name: str, app: ASGIApp, sock: socket.socket) -> None:
         """Serve `app` on a bound socket."""
         config = uvicorn.Config(
-            Edge(Watched(app, self._activity), loopback_only=is_loopback(self._host)),
+            Edge(Watched(Faulty(app, self._faults), self._activity), loopback_only=is_loopback(self._host)),
+            http=HangUpProtocol,
+            proxy_headers=False,
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -160,7 +167,10 @@ class _Emulator:
         self._weed: WeedServer | None = None
         self._activity = Activity(clock=time.time)
         self._log_problems = LogProblems(self._activity)
-        self._listeners = PortListeners(settings.host, self._activity)
+        self._faults = FaultBook()
+        self._proxy: StoreProxy | None = None
+        self._weed_task: asyncio.Task[None] | None = None
+        self._listeners = PortListeners(settings.host, self._activity, self._faults)
         self._loop_task: asyncio.Task[None] | None = None
         self._pool: Pool | None = None
         self.service: Service
@@ -190,6 +200,13 @@ class _Emulator:
             seed=settings.seed,
             swap_delay=settings.swap_delay_seconds,
             engine=settings.engine,
+            limits={
+                "slots": settings.slots,
+                "queue": settings.queue,
+                "tokens_per_second": settings.tokens_per_second,
+                "retry_after": settings.retry_after,
+            },
+            faults=self._faults,
             on_hello=controller.restore,
             on_change=controller.replica_changed,
         )
@@ -206,12 +223,17 @@ class _Emulator:
             host=f"[{host}]" if ":" in host else host,
             base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
             s3_endpoint=s3_endpoint,
+            faults=self._faults,
+            clear_bucket=None if self._weed is None else self._weed.clear,
+            spare_keys=[] if self._weed is None else keys.s3_spares,
         )
+        self._faults.on_cleared = pool.release
         gateway = Gateway(self.service, Router(self.store, pool))
         self._listeners.attach(gateway)
         routes = [
             *gateway_routes(gateway, None),
             *admin_routes(self.service, gateway.log),
+            *control_routes(self.service, gateway),
             *page_routes(self.service, self._activity),
         ]
         controller.start(pool, self._listeners)
@@ -241,6 +263,10 @@ class _Emulator:
         if self._pool is not None:
             await self._pool.stop()
         await self._listeners.stop()
+        if self._proxy is not None:
+            await self._proxy.stop()
+        if self._weed_task is not None:
+            self._weed_task.cancel()
         if self._weed is not None:
             await self._weed.stop(grace=_GRACE_SECONDS if self._settings.keep_state else 0.0)
         self.store.close()
@@ -252,18 +278,26 @@ class _Emulator:
             access, secret, token = credentials_from_env(settings.environ)
             endpoint = settings.s3_endpoint.rstrip("/")
             await _check_bucket(S3Config(endpoint, access, secret, settings.region, token), settings.bucket)
+            self._faults.targets = tuple(target for target in self._faults.targets if target != "store")
             return endpoint, (access, secret), token
         preferred = self.store.get_meta("s3_port")
-        self._weed = WeedServer(
+        weed = self._weed = WeedServer(
             settings.state_dir / "s3",
             keys=self.keys,
             bucket=settings.bucket,
             region=settings.region,
             preferred_port=int(preferred) if preferred else None,
         )
-        await self._weed.start()
-        self.store.set_meta("s3_port", str(self._weed.port))
-        return self._weed.endpoint, self.keys.s3_service, ""
+        await weed.start()
+        self._weed_task = asyncio.create_task(weed.keep_running())
+        self.store.set_meta("s3_port", str(weed.port))
+        callers = {access: "trainer" for access, _ in (self.keys.s3_trainer, *self.keys.s3_spares)}
+        callers[self.keys.s3_service[0]] = "service"
+        proxy = self._proxy = StoreProxy(self._faults, callers=callers, store_port=lambda: weed.port)
+        preferred = self.store.get_meta("s3_proxy_port")
+        await proxy.start(int(preferred) if preferred else None)
+        self.store.set_meta("s3_proxy_port", str(proxy.port))
+        return proxy.endpoint, self.keys.s3_service, ""
 
 
 async def _check_bucket(config: S3Config, bucket: str) -> None:
@@ -347,7 +381,9 @@ async def _serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> No
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _announce(description(emulator.service), as_shell=as_shell)
+            values = description(emulator.service)
+            write_private(settings.state_dir / RUNNING_FILE, json.dumps(values))
+            _announce(values, as_shell=as_shell)
             await stopping
         else:
             starting.cancel()
@@ -355,6 +391,7 @@ async def _serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> No
     finally:
         stopping.cancel()
         await emulator.stop()
+        (settings.state_dir / RUNNING_FILE).unlink(missing_ok=True)
 
 
 def _listening_socket(settings: Settings) -> socket.socket:

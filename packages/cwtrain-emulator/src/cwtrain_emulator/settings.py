@@ -58,6 +58,7 @@ ENGINES = {"dynamo-vllm": Engine(("1.0.0", "1.1.0")), "vllm": Engine(("0.19.0", 
 class Settings:
     """How one emulator runs. Seconds are floats; `port` 0 takes a free one (the last one of this state, if free).
 
+    `slots`, `queue` and `tokens_per_second` limit each replica (None: no limit); `retry_after` goes into its refusals.
     `engine` ``transformers`` runs Hugging Face models; those of the numpy engine are run by that one in any case.
     """
 
@@ -74,6 +75,10 @@ class Settings:
     transition_seconds: float = 0.05
     swap_delay_seconds: float = 0.01
     engine: str = "numpy"
+    slots: int | None = None
+    queue: int | None = None
+    tokens_per_second: float | None = None
+    retry_after: str | None = None
     max_body_bytes: int = 1 << 20
     max_completion_body_bytes: int = 32 << 20
     keep_state: bool = True

@@ -91,9 +91,12 @@ def _routes(service: Service) -> list[BaseRoute]:
             return resources.create(service, kind, await _body(service, request))
 
         async def update(service: Service, request: Request) -> Answer:
-            answer = resources.update(service, kind, request.path_params["id"], await _body(service, request))
-            if kind is DEPLOYMENTS:
-                service.controller.deployment_updated(request.path_params["id"].lower())
+            body = await _body(service, request)
+            old = service.store.resource(kind.name, request.path_params["id"].lower())
+            answer = resources.update(service, kind, request.path_params["id"], body)
+            if kind is DEPLOYMENTS and old is not None:
+                service.controller.deployment_updated(old.id)
+                service.controller.autoscaling_changed(old.id, old.spec["autoscaling"])
             return answer
 
         def listed(service: Service, request: Request) -> Answer:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from cwtrain_emulator.replica.pool import Pool, Replica
 from cwtrain_emulator.snapshots import INITIAL, ChainEntry
-from cwtrain_emulator.store import HotLoadRow, ReplicaRow, Resource, Store, with_state
+from cwtrain_emulator.store import ACTIVE, HotLoadRow, ReplicaRow, Resource, Store, with_state
 
-__all__ = ["Controller", "Listeners", "condition", "replica_names"]
+__all__ = ["Controller", "Listeners", "condition", "replica_count", "replica_names"]
 
 _log = logging.getLogger("cwtrain_emulator.controller")
 
@@ -155,7 +155,9 @@ class Controller:
             self._settle(deployment, now)
             return
         zone = (self._zones_of(deployment) or [""])[0]
-        for ordinal, name in enumerate(replica_names(deployment, self._replicas)):
+        wanted = replica_names(deployment, self._replicas)
+        self._remove_replicas(deployment.id, keep_files=False, but=wanted)
+        for ordinal, name in enumerate(wanted):
             if self.pool.get(name) is None and name not in self._removals:
                 self.pool.add(name, zone=zone, deployment_id=deployment.id, ordinal=ordinal)
         self._retry_restores(deployment, now)
@@ -177,7 +179,9 @@ class Controller:
         if deployment.due_at is not None and deployment.due_at > now:
             return
         replicas = self.pool.of_deployment(deployment.id)
-        if len(replicas) < self._replicas or not all(replica.restored for replica in replicas):
+        if len(replicas) < replica_count(deployment, self._replicas) or not all(
+            replica.restored for replica in replicas
+        ):
             if deployment.due_at is not None:
                 # Nothing is due any more: the replicas' own news wake the loop.
                 self._store.update_resource(replace(deployment, due_at=None))
@@ -191,10 +195,10 @@ class Controller:
             return
         self._store.update_resource(replace(deployment, status="READY", conditions=[], due_at=None, updated_at=now))
 
-    def _remove_replicas(self, deployment_id: str, *, keep_files: bool) -> bool:
-        """End a deployment's replicas in the background; return True when none is left."""
+    def _remove_replicas(self, deployment_id: str, *, keep_files: bool, but: Sequence[str] = ()) -> bool:
+        """End a deployment's replicas, all but some, in the background; return True when none is left to end."""
         for replica in self.pool.of_deployment(deployment_id):
-            if replica.name not in self._removals:
+            if replica.name not in self._removals and replica.name not in but:
                 task = asyncio.create_task(self.pool.remove(replica.name, keep_files=keep_files))
                 self._removals[replica.name] = (deployment_id, task)
                 task.add_done_callback(partial(self._removed, replica.name))
@@ -211,6 +215,46 @@ class Controller:
             for directory in self._root.iterdir():
                 if directory.name not in known:
                     shutil.rmtree(directory, ignore_errors=True)
+
+    def scale(self, deployment: Resource, count: int) -> None:
+        """Give a deployment another number of replicas. A hot-load that runs waits for those that come."""
+        changed = replace(deployment, extra={**deployment.extra, "replicas": count}, updated_at=self._clock())
+        self._store.update_resource(changed)
+        names = replica_names(changed, self._replicas)
+        latest = self._store.latest_hot_load(deployment.id)
+        if latest is not None:
+            known = {row.name for row in self._store.replicas(latest.id)}
+            self._store.drop_replicas(latest.id, known - set(names))
+            if latest.state in ACTIVE:
+                now = self._clock()
+                zone = (self._zones_of(deployment) or [""])[0]
+                for name in names:
+                    if name not in known:
+                        self._store.put_replica(ReplicaRow(latest.id, name, zone, "PENDING_UPDATE", "", now, now))
+                self._store.update_hot_load(self._outcome(latest, self._store.replicas(latest.id), now))
+        self.reconcile()
+
+    def autoscaling_changed(self, deployment_id: str, old: Mapping[str, Any]) -> None:
+        """Keep the number of replicas within bounds that an update has moved."""
+        deployment = self._store.resource("deployment", deployment_id)
+        if deployment is None:
+            return
+        new = deployment.spec["autoscaling"]
+        if (new["min"], new["max"]) != (old["min"], old["max"]):
+            count = replica_count(deployment, self._replicas)
+            self.scale(deployment, min(max(count, new["min"]), new["max"]))
+
+    async def reset(self) -> None:
+        """Forget everything: resources, hot-loads, replicas and what they have on disk."""
+        gateways = self._store.resources("gateway")
+        self._store.clear()
+        self._deaths.clear()
+        self._retry_at.clear()
+        for gateway in gateways:
+            self.listeners.close(gateway.id)
+        removals = [task for _, task in self._removals.values()]
+        await asyncio.gather(*removals, *(self.pool.remove(name, keep_files=False) for name in self.pool.names()))
+        self._sweep_files()
 
     # Hot-loads
 
@@ -239,7 +283,7 @@ class Controller:
         if deployment is None:
             return
         self._retry_at[replica.name] = self._clock() + _RETRY_SECONDS
-        self.pool.load(replica, _RESTORE, self._restore_chain(deployment), staggered=False)
+        self.pool.load(replica, _RESTORE, self._restore_chain(deployment), hot_load=False)
 
     def _restore_chain(self, deployment: Resource) -> list[ChainEntry]:
         completed = self._store.latest_completed(deployment.id)
@@ -255,10 +299,12 @@ class Controller:
             return
         chain = [ChainEntry.from_json(entry) for entry in row.chain]
         reset = row.spec.get("promptCachePolicy") == "PROMPT_CACHE_POLICY_RESET_ALL"
-        self.pool.load(replica, row.id, chain, staggered=True, reset_cache=reset)
+        self.pool.load(replica, row.id, chain, hot_load=True, reset_cache=reset)
 
     def replica_changed(self, replica: Replica) -> None:
         """Take note of a replica's news."""
+        if replica.name in self._removals or self.pool.get(replica.name) is not replica:
+            return
         active = self._store.active_hot_load(replica.deployment_id)
         if replica.load_id == _RESTORE and replica.state in ("READY", "ERROR"):
             replica.restored = True
@@ -314,12 +360,14 @@ class Controller:
 
     def _outcome(self, hot_load: HotLoadRow, rows: list[ReplicaRow], now: float) -> HotLoadRow:
         """Return the hot-load as its replicas' states have it now."""
+        deployment = self._store.resource("deployment", hot_load.deployment_id)
+        wanted = self._replicas if deployment is None else replica_count(deployment, self._replicas)
         failed = [row for row in rows if row.state == "ERROR"]
         caught_up = [row for row in rows if row.state == "READY" and row.identity == hot_load.identity]
-        if len(caught_up) == len(rows) >= self._replicas:
+        if len(caught_up) == len(rows) >= wanted:
             done = condition("Ready", True, "AsExpected", "", now)
             return with_state(hot_load, "COMPLETED", now=now, conditions=[done])
-        if failed and len(failed) + len(caught_up) == len(rows) >= self._replicas:
+        if failed and len(failed) + len(caught_up) == len(rows) >= wanted:
             reasons = "; ".join(f"{row.name}: {row.error}" for row in failed)
             problem = condition("Ready", False, "ReplicaFailed", reasons, now)
             return with_state(hot_load, "FAILED", now=now, conditions=[problem])
@@ -334,6 +382,11 @@ def condition(kind: str, holds: bool, reason: str, message: str, now: float) -> 
     return {"type": kind, "status": status, "reason": reason, "message": message, "lastUpdateTime": now}
 
 
-def replica_names(deployment: Resource, count: int) -> list[str]:
+def replica_count(deployment: Resource, default: int) -> int:
+    """Return how many replicas a deployment is to have: what it was scaled to, else the emulator's number."""
+    return int(deployment.extra.get("replicas", default))
+
+
+def replica_names(deployment: Resource, default: int) -> list[str]:
     """Return the names of a deployment's replicas, in order; unique, since names of deployments are."""
-    return [f"{deployment.name}-{ordinal:02d}" for ordinal in range(count)]
+    return [f"{deployment.name}-{ordinal:02d}" for ordinal in range(replica_count(deployment, default))]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cwtrain_emulator.api.controller import Controller
+from cwtrain_emulator.faults import FaultBook
 from cwtrain_emulator.keys import Keys
 from cwtrain_emulator.replica.pool import Pool
 from cwtrain_emulator.s3.client import S3Client
@@ -19,7 +20,11 @@ __all__ = ["Service", "gateway_zones"]
 
 @dataclass
 class Service:
-    """What the handlers work with. `bucket_reader` has the service's own key: it lists and reads, no more."""
+    """What the handlers work with. `bucket_reader` has the service's own key: it lists and reads, no more.
+
+    `clear_bucket` deletes every object and says how many there were; None where the store is not the emulator's own.
+    `spare_keys` are the trainer's further keys, which are given out one after the other.
+    """
 
     settings: Settings
     keys: Keys
@@ -31,6 +36,9 @@ class Service:
     host: str = "127.0.0.1"
     base_url: str = ""
     s3_endpoint: str = ""
+    faults: FaultBook = field(default_factory=FaultBook)
+    clear_bucket: Callable[[], Awaitable[int]] | None = None
+    spare_keys: list[tuple[str, str]] = field(default_factory=list)
     create_locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def role_of(self, token: str) -> str | None:

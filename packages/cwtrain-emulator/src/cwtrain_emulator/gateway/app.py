@@ -50,6 +50,10 @@ class RequestLog:
         while len(self._records) > _KEPT_RECORDS:
             self._records.popitem(last=False)
 
+    def clear(self) -> None:
+        """Forget every request."""
+        self._records.clear()
+
     def get(self, request_id: str) -> list[dict[str, Any]] | None:
         """Return the attempts under an id, oldest first, or None."""
         return self._records.get(request_id)
@@ -123,7 +127,9 @@ def _guarded(gateway: Gateway, handler: Endpoint) -> Endpoint:
         except ApiError as exc:
             return JsonResponse(GatewayError(exc.status, exc.message).body, status_code=exc.status)
         except ReplicaError as exc:
-            return JsonResponse(GatewayError(exc.status, str(exc), param=exc.param).body, status_code=exc.status)
+            headers = {"Retry-After": exc.retry_after} if exc.retry_after else None
+            refusal = GatewayError(exc.status, str(exc), param=exc.param)
+            return JsonResponse(refusal.body, status_code=exc.status, headers=headers)
         except ClientDisconnect:
             raise
         except Exception:  # noqa: BLE001 - the last resort of a handler: logged, and answered as an error
@@ -212,7 +218,7 @@ class _Call:
             raise ClientDisconnect
         head, choices = answer
         self._record(head["record"])
-        body = {**self._frame(), "usage": head["usage"], **self._extras(head["record"], head.get("tokens"))}
+        body = {**self._frame(), "usage": head["usage"], **self._extras(head)}
         if "prompt_token_ids" in head:
             body["prompt_token_ids"] = head["prompt_token_ids"]
         raw = json.dumps(body, separators=(",", ":")).encode()
@@ -265,14 +271,17 @@ class _Call:
             },
         )
 
-    def _extras(self, record: list[dict[str, Any]], tokens: list[int] | None) -> dict[str, Any]:
+    def _extras(self, head: dict[str, Any]) -> dict[str, Any]:
         """Return what only some answers have: the fields asked for in nvext, and the identity where it is reported."""
+        record, tokens = head["record"], head.get("tokens")
         extras: dict[str, Any] = {}
         nvext: dict[str, Any] = {}
         if tokens is not None:
             nvext["completion_token_ids"] = tokens
         if "worker_id" in self._asked.extra_fields:
             nvext["worker_id"] = {"decode_worker_id": self._replica.ordinal}
+        if "timing" in self._asked.extra_fields:
+            nvext["timing"] = head["timing"]
         if nvext:
             extras["nvext"] = nvext
         if self._gateway.service.settings.report_identity:

@@ -22,6 +22,11 @@ class Router:
         self._turns: Counter[str] = Counter()
         self._shares: Counter[str] = Counter()
 
+    def reset(self) -> None:
+        """Forget whose turn it is."""
+        self._turns.clear()
+        self._shares.clear()
+
     def models(self, gateway_id: str | None) -> list[Resource]:
         """Return the deployments that a gateway (or any) serves."""
         return [

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cwtrain_emulator.channel import read_frame, write_frame
+from cwtrain_emulator.faults import FaultBook
 from cwtrain_emulator.snapshots import ChainEntry
 
 __all__ = ["Pool", "Replica", "ReplicaError"]
@@ -33,10 +34,11 @@ _STOP_SECONDS = 2.0
 class ReplicaError(Exception):
     """A replica refused a request, or died over it; `status` is the HTTP status to answer with."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry_after: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.retry_after = retry_after
 
 
 @dataclass
@@ -91,6 +93,8 @@ class Pool:
         seed: int,
         swap_delay: float,
         engine: str = "numpy",
+        limits: dict[str, Any],
+        faults: FaultBook,
         on_hello: Callable[[Replica], None],
         on_change: Callable[[Replica], None],
     ) -> None:
@@ -99,6 +103,8 @@ class Pool:
         self._seed = seed
         self._engine = engine
         self._swap_delay = swap_delay
+        self._limits = limits
+        self._faults = faults
         self._on_hello = on_hello
         self._on_change = on_change
         self._replicas: dict[str, Replica] = {}
@@ -152,25 +158,42 @@ class Pool:
         found = [replica for replica in self._replicas.values() if replica.deployment_id == deployment_id]
         return sorted(found, key=lambda replica: replica.ordinal)
 
-    def load(
-        self,
-        replica: Replica,
-        load_id: str,
-        chain: Sequence[ChainEntry],
-        *,
-        staggered: bool,
-        reset_cache: bool = False,
-    ) -> None:
-        """Tell a connected replica to materialise a chain and to serve it; if `staggered`, later than its neighbour.
+    def names(self) -> list[str]:
+        """Return the names of all replicas."""
+        return list(self._replicas)
 
-        With `reset_cache` its prefix cache is emptied when it swaps.
+    def load(
+        self, replica: Replica, load_id: str, chain: Sequence[ChainEntry], *, hot_load: bool, reset_cache: bool = False
+    ) -> None:
+        """Tell a connected replica to materialise a chain and to serve it.
+
+        In a hot-load each replica swaps later than its neighbour; else it may copy from those that serve.
+        `reset_cache`: what was computed with other weights is forgotten.
         """
         replica.load_id = load_id
-        if replica.writer is not None:
-            delay = self._swap_delay * replica.ordinal if staggered else 0.0
-            entries = [entry.to_json() for entry in chain]
-            order = {"op": "load", "load_id": load_id, "chain": entries, "delay": delay, "reset_cache": reset_cache}
-            write_frame(replica.writer, order)
+        if replica.writer is None:
+            return
+        others = [other for other in self.of_deployment(replica.deployment_id) if other is not replica]
+        order = {
+            "op": "load",
+            "load_id": load_id,
+            "chain": [entry.to_json() for entry in chain],
+            "delay": self._swap_delay * replica.ordinal if hot_load else 0.0,
+            "peers": [] if hot_load else [str(other.directory) for other in others if other.serving],
+            "reset_cache": reset_cache,
+            "faults": self._struck(replica, "load", chain[-1].identity),
+        }
+        write_frame(replica.writer, order)
+
+    def release(self, fault_ids: list[str]) -> None:
+        """Have what stands still because of these faults go on."""
+        for replica in self._replicas.values():
+            if replica.writer is not None and fault_ids:
+                write_frame(replica.writer, {"op": "release", "faults": fault_ids})
+
+    def _struck(self, replica: Replica, on: str, identity: str) -> list[dict[str, Any]]:
+        struck = self._faults.take("replica", replica=replica.name, identity=identity, on=on)
+        return [fault.to_json() for fault in struck]
 
     async def ask(self, replica: Replica, head: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request and return the answer's head and payload; raise ReplicaError."""
@@ -194,13 +217,19 @@ class Pool:
         answers: asyncio.Queue[tuple[dict[str, Any], bytes]] = asyncio.Queue()
         replica.answers[rid] = answers
         finished = False
+        faults = self._struck(replica, "request", replica.identity) if head["op"] == "complete" else []
         try:
-            write_frame(replica.writer, {**head, "rid": rid})
+            write_frame(replica.writer, {**head, "rid": rid, "faults": faults})
             while not finished:
                 answer, payload = await answers.get()
                 finished = answer["op"] != "part"
                 if answer["op"] == "error":
-                    raise ReplicaError(answer["status"], answer["message"], param=answer.get("param"))
+                    raise ReplicaError(
+                        answer["status"],
+                        answer["message"],
+                        param=answer.get("param"),
+                        retry_after=answer.get("retry_after"),
+                    )
                 yield answer, payload
         finally:
             replica.answers.pop(rid, None)
@@ -247,6 +276,7 @@ class Pool:
             "s3": self._s3,
             "seed": self._seed,
             "engine": self._engine,
+            "limits": self._limits,
         }
         assert replica.process.stdin is not None
         with contextlib.suppress(ConnectionError):

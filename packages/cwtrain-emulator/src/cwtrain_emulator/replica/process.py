@@ -21,8 +21,10 @@ from typing import Any
 from cwtrain_emulator import _guard
 from cwtrain_emulator.channel import read_frame, write_frame
 from cwtrain_emulator.engine.prefix_cache import DEFAULT_CACHE_BYTES, PrefixCache
+from cwtrain_emulator.replica.capacity import Capacity, Full, Limits
 from cwtrain_emulator.replica.generate import Completion, Context, RequestError, complete
-from cwtrain_emulator.replica.materialise import NoWeightsError, SnapshotError, Workshop, hash_tensors
+from cwtrain_emulator.replica.materialise import NoWeightsError, Sabotage, SnapshotError, Workshop, hash_tensors
+from cwtrain_emulator.replica.misfortunes import Misfortunes
 from cwtrain_emulator.replica.serving import Served, activate, load
 from cwtrain_emulator.s3.client import S3Client, S3Config
 from cwtrain_emulator.snapshots import ChainEntry
@@ -41,6 +43,10 @@ class Replica:
         self._workshop: Workshop | None = None
         self._loads: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._requests: dict[int, asyncio.Task[None]] = {}
+        limits = settings.get("limits", {})
+        self._retry_after: str | None = limits.get("retry_after")
+        self._capacity = Capacity(Limits(limits.get("slots"), limits.get("queue"), limits.get("tokens_per_second")))
+        self._misfortunes = Misfortunes()
         self._context = Context(
             self._now,
             seed=settings["seed"],
@@ -60,7 +66,7 @@ class Replica:
         try:
             while True:
                 head, _ = await read_frame(reader)
-                self._handle(head)
+                await self._handle(head)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
@@ -68,7 +74,7 @@ class Replica:
             for task in self._requests.values():
                 task.cancel()
 
-    def _handle(self, head: dict[str, Any]) -> None:
+    async def _handle(self, head: dict[str, Any]) -> None:
         operation = head["op"]
         if operation == "load":
             self._loads.put_nowait(head)
@@ -76,6 +82,8 @@ class Replica:
             task = self._requests.get(head["rid"])
             if task is not None:
                 task.cancel()
+        elif operation == "release":
+            await self._misfortunes.release(head["faults"])
         elif operation == "complete":
             self._start(head["rid"], self._complete(head))
         elif operation == "hashes":
@@ -101,8 +109,11 @@ class Replica:
         self._send_state(order, "UPDATING")
         chain = [ChainEntry.from_json(entry) for entry in order["chain"]]
         loop = asyncio.get_running_loop()
+        await self._misfortunes.before(order["faults"])
+        sabotage = self._misfortunes.sabotage(order["faults"])
+        peers = [Path(peer) for peer in order["peers"]]
         try:
-            served = await loop.run_in_executor(self._loader, self._prepare, chain)
+            served = await loop.run_in_executor(self._loader, self._prepare, chain, peers, sabotage)
         except NoWeightsError:
             self._send_state(order, "READY")
             return
@@ -125,12 +136,12 @@ class Replica:
             if reset_cache and self._context.cache is not None:
                 self._context.cache.clear()
 
-    def _prepare(self, chain: list[ChainEntry]) -> Served:
+    def _prepare(self, chain: list[ChainEntry], peers: list[Path], sabotage: Sabotage) -> Served:
         """Materialise a chain and load it; in the loader's thread."""
         if self._workshop is None:
             client = S3Client(S3Config(**self._settings["s3"]))
             self._workshop = Workshop(Path(self._settings["root"]), client)
-        generation = self._workshop.materialise(chain)
+        generation = self._workshop.materialise(chain, peers=peers, sabotage=sabotage)
         if self._served is not None and self._served.generation == generation:
             return self._served
         return load(generation, engine=self._settings.get("engine", "numpy"), previous=self._served)
@@ -156,15 +167,29 @@ class Replica:
                 for fragment in fragments:
                     self._send({"op": "part", "rid": rid}, _dump([fragment]))
 
+        request, faults = head["request"], head["faults"]
+
+        async def interruption(tokens: int) -> None:
+            self._misfortunes.after_tokens(faults, tokens)
+
         try:
-            done = await complete(head["request"], self._context, mode=head["mode"], emit=emit)
+            sequences = request["n"] * len(request["prompts"])
+            async with self._capacity.admit(sequences, interruption if faults else None) as turn:
+                await self._misfortunes.before(faults)
+                done = await complete(request, self._context, mode=head["mode"], emit=emit)
+                await turn.step()
+                self._misfortunes.after_tokens(faults, turn.steps, over=True)
+                timing = turn.timing()
+        except Full as exc:
+            refusal = {"status": 429, "message": f"the replica is at capacity: {exc}", "retry_after": self._retry_after}
+            self._send({"op": "error", "rid": rid, "param": None, **refusal})
         except RequestError as exc:
             self._send({"op": "error", "rid": rid, "status": exc.status, "message": str(exc), "param": exc.param})
         except Exception:  # noqa: BLE001 - logged, and answered as an error
             _log.exception("a request failed")
             self._send({"op": "error", "rid": rid, "status": 500, "message": "internal error", "param": None})
         else:
-            self._send(_done(rid, done), _dump(done.choices))
+            self._send({**_done(rid, done), "timing": timing}, _dump(done.choices))
 
     async def _hashes(self, rid: int) -> None:
         served = self._served
