@@ -1,6 +1,7 @@
 """The documentation's examples, run as a reader runs them: page by page, in order, in one shell.
 
-- Every ```bash and ```python block of `docs/tutorial/*.md` runs, against the emulator that the page itself starts.
+- Every ```bash and ```python block of `docs/tutorial/*.md` runs, against the emulator that the page itself starts;
+  so do those of the how-to pages that need nothing else.
 - README's commands run too, the installs and the test command aside (the former is how we got here, the latter is us).
 - `<!-- not run: reason -->` on the line before a block leaves it out.
 """
@@ -20,6 +21,7 @@ from check_docs import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted(ROOT.glob("docs/tutorial/*.md"))
+HOW_TOS = [ROOT / "docs/how-to/work-with-snapshots.md"]
 LIMIT = 240.0
 """Seconds that one page may take."""
 
@@ -74,10 +76,10 @@ def run(text: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_runs_as_written(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [*TUTORIALS, *HOW_TOS], ids=lambda path: path.stem)
+def test_a_page_runs_as_written(path: Path, tmp_path: Path) -> None:
     text = script(Page(path))
-    assert "### " in text, "a tutorial without examples"
+    assert "### " in text, "a page without examples"
     run(text, tmp_path)
 
 
