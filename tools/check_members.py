@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 # What unit tests need beside the member; none of these brings a module that a member could use by accident.
-TEST_TOOLS = ["hypothesis", "pytest", "pytest-timeout", "safetensors"]
+TEST_TOOLS = ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "safetensors"]
 
 # An alias of an absent distribution must say what to install; everything else must import.
 IMPORT_ALL = """
@@ -67,7 +67,9 @@ def check(member: str) -> bool:
     tests = ROOT / "tests" / "unit" / member.removeprefix("cwtrain-").replace("-", "_")
     if not tests.is_dir():
         return True
-    return alone(member, ["python", "-m", "pytest", "-q", str(tests)], extra=TEST_TOOLS)
+    return alone(
+        member, ["python", "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", str(tests)], extra=TEST_TOOLS
+    )
 
 
 def main() -> None:
