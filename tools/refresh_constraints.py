@@ -24,6 +24,7 @@ BEGIN = "# >>> constraints (written by tools/refresh_constraints.py)"
 END = "# <<< constraints"
 BLOCK = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.DOTALL)
 EXCLUDE_NEWER = re.compile(r'^exclude-newer = "([^"]+)"$', re.MULTILINE)
+UNPINNED = re.compile(r"(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==")
 EXPORT = ["uv", "export", "-q", "--all-packages", "--all-extras", "--all-groups", "--no-hashes"]
 EXPORT += ["--no-emit-workspace", "--no-header", "--no-annotate"]
 
@@ -37,8 +38,12 @@ def uv(command: list[str], folder: Path, stdin: str | None = None) -> str:
 
 
 def requirements(text: str) -> list[str]:
-    """Return the requirement lines of an export, in their order."""
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    """Return the requirement lines of an export, in their order, without torch and what its CUDA builds bring.
+
+    Which build of torch there is depends on the machine: whoever wants an extra that needs it chooses one.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [line for line in lines if not UNPINNED.match(line)]
 
 
 def block(pins: list[str], build_pins: list[str]) -> str:

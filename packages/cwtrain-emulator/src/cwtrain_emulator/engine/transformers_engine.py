@@ -1,7 +1,7 @@
 """The transformers engine: any Hugging Face causal model on the CPU, with its past key values as KV.
 
-The only module that imports torch and transformers; a replica imports it when it has such a model to serve. Weights are
-widened to float32 and computed with in float32, so that what a trainer computes can be compared.
+The only module that imports torch and transformers, an extra, and only where it uses them. Weights are widened to
+float32 and computed with in float32, so that what a trainer computes can be compared.
 """
 
 from __future__ import annotations
@@ -12,27 +12,21 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-# Nothing is ever looked up on the network. Read when transformers is imported.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from cwtrain_emulator.engine.base import TextError, Tokenizer
 from cwtrain_emulator.engine.safetensors import INDEX_NAME, FormatError
 
-__all__ = ["HfTokenizer", "KvBatch", "KvMemory", "TransformersEngine", "load_tokenizer"]
+if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache
+
+__all__ = ["HfTokenizer", "KvBatch", "KvMemory", "TransformersEngine", "load_tokenizer", "prepare"]
 
 Array = npt.NDArray[np.float32]
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
-
 _NEIGHBOURS = 5
 """How many ids of the prompt are decoded with the answer's first one: its text may begin with a blank, or not."""
 
@@ -46,7 +40,7 @@ _WEIGHTLESS_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_d
 class KvMemory:
     """Keys and values of one sequence, by layer: [1, heads, tokens, head size]."""
 
-    layers: Layers
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def length(self) -> int:
@@ -109,6 +103,8 @@ class TransformersEngine:
 
     def activate(self) -> None:
         """Copy the staged weights over those of the identity that was served before."""
+        import torch
+
         staged, self._staged = self._staged, None
         if staged is None:
             return
@@ -120,6 +116,9 @@ class TransformersEngine:
 
     def start(self, prompt: Sequence[int], memory: KvMemory | None = None) -> KvBatch:
         """Return a sequence that is to read `prompt` behind what `memory` has of it."""
+        import torch
+        from transformers import DynamicCache
+
         cache = DynamicCache()
         known = 0
         if memory is not None:
@@ -130,6 +129,8 @@ class TransformersEngine:
 
     def read(self, batch: KvBatch) -> Array:
         """Run the model over the pending tokens and return the next token's logits."""
+        import torch
+
         with torch.inference_mode():
             output = self._shared.model(input_ids=batch.pending, cache=batch.cache, use_cache=True, logits_to_keep=1)
             batch.pending = batch.pending[:, :0]
@@ -144,10 +145,14 @@ class TransformersEngine:
 
     def extend(self, batch: KvBatch, tokens: npt.NDArray[np.int64]) -> None:
         """Append one token to each sequence."""
+        import torch
+
         batch.pending = torch.from_numpy(tokens.astype(np.int64))[:, None]
 
     def keep(self, batch: KvBatch, which: npt.NDArray[np.bool_]) -> None:
         """Forget the sequences that `which` does not select."""
+        import torch
+
         rows = torch.from_numpy(np.flatnonzero(which))
         batch.cache.batch_select_indices(rows)
         batch.pending = batch.pending[rows]
@@ -162,6 +167,17 @@ class TransformersEngine:
         return KvMemory([(keys[:, :, :length], values[:, :, :length]) for keys, values in memory.layers])
 
 
+def prepare() -> None:
+    """Import what the engine needs, which takes seconds the first time; nothing is ever looked up on the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    assert AutoModelForCausalLM, AutoTokenizer
+    logging.disable_progress_bar()
+
+
 def _shape(directory: Path) -> Hashable:
     config = json.loads((directory / "config.json").read_text())
     return json.dumps({key: value for key, value in config.items() if key not in _WEIGHTLESS_CONFIG}, sort_keys=True)
@@ -169,7 +185,10 @@ def _shape(directory: Path) -> Hashable:
 
 def _load_model(directory: Path) -> Any:
     """Return the model in float32, by transformers' own loader."""
-    transformers_logging.disable_progress_bar()
+    prepare()
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         loaded, about = AutoModelForCausalLM.from_pretrained(
@@ -199,6 +218,8 @@ def _stage(directory: Path, model: Any) -> dict[str, torch.Tensor] | None:
     A tied parameter has several names, of which the checkpoint may have one or all; if all, they must be equal, else
     they are not tied in this checkpoint.
     """
+    import torch
+
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(directory):
         found[name] = tensor
@@ -229,6 +250,8 @@ def _saved_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
     index = json.loads((directory / INDEX_NAME).read_text())
     for file_name in sorted(set(index["weight_map"].values())):
         with safe_open(directory / file_name, framework="pt") as file:
@@ -241,6 +264,9 @@ def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Return the checkpoint's tokenizer; where it has none, one that refuses texts and shows none."""
+    prepare()
+    from transformers import AutoTokenizer
+
     try:
         found = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as exc:  # noqa: BLE001 - there are many ways to be without a tokenizer
