@@ -6,6 +6,7 @@ expects the difference: if it goes away, the test says that too.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -51,11 +52,15 @@ class Reach:
 
     server: S3Server
     endpoint: str
+    own: bool = True
+    """Whether large bodies go over our own sockets; else boto3 sends everything."""
     _clients: dict[Any, Any] = attrs.field(factory=dict)
 
     def client(self, keys: tuple[str, str] = TRAINER, **kwargs: Any) -> Any:
         """A client of the test's own, to register events on."""
-        return self.server.client(keys, endpoint=self.endpoint, **kwargs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CWTRAIN_S3_OWN_SENDING", str(int(self.own)))
+            return self.server.client(keys, endpoint=self.endpoint, **kwargs)
 
     def store(self, bucket: str = BUCKET, keys: tuple[str, str] = TRAINER) -> S3Store:
         """A store on a client that the tests share: making one takes a tenth of a second."""
@@ -69,15 +74,24 @@ class Reach:
 
 
 def _reach(request: pytest.FixtureRequest) -> Reach:
-    name, scheme = request.param.split("-")
+    name, scheme, *boto3 = request.param.split("-")
     server: S3Server = request.getfixturevalue(f"{name}_server")
     endpoint = server.endpoint if scheme == "http" else server.tls_endpoint
     assert endpoint is not None
-    return Reach(server, endpoint)
+    return Reach(server, endpoint, own=not boto3)
 
 
 @pytest.fixture(params=["seaweedfs-http", "seaweedfs-tls", "ceph-http", "ceph-tls"], scope="session")
 def reach(request: pytest.FixtureRequest) -> Reach:
+    return _reach(request)
+
+
+@pytest.fixture(
+    params=["seaweedfs-http", "seaweedfs-tls", "ceph-http", "ceph-tls", "seaweedfs-tls-boto3", "ceph-http-boto3"],
+    scope="session",
+)
+def reach_each_way(request: pytest.FixtureRequest) -> Reach:
+    """For uploads of files, whose bytes go over our own sockets, or through boto3 where those are switched off."""
     return _reach(request)
 
 
@@ -304,7 +318,8 @@ def snapshot(seed: int = 0) -> dict[str, bytes]:
     return small | big | {INDEX_NAME: index}
 
 
-def test_upload_repeat_and_readback(reach: Reach, location: Location, tmp_path: Path, record: str) -> None:
+def test_upload_repeat_and_readback(reach_each_way: Reach, location: Location, tmp_path: Path, record: str) -> None:
+    reach = reach_each_way
     objects = snapshot()
     files = write(tmp_path / "ckpt", objects)
     client = reach.client()
@@ -330,7 +345,10 @@ def test_upload_repeat_and_readback(reach: Reach, location: Location, tmp_path: 
     assert seen[-1] == report.uploaded_bytes == sum(map(len, objects.values()))
     sent = [headers for name, headers in requests if name in ("PutObject", "UploadPart")]
     assert len(sent) >= 8
-    assert {headers["x-amz-content-sha256"] for headers in sent} == {"UNSIGNED-PAYLOAD"}
+    signed = {headers["x-amz-content-sha256"] for headers in sent} - {"UNSIGNED-PAYLOAD"}
+    whole = {sha256(data) for data in objects.values() if len(data) <= SIZES.multipart_above_bytes}
+    assert signed == (whole if reach.endpoint.startswith("http:") else set()), "parts are not signed"
+    assert (client._endpoint.http_session.sent if reach.own else 0) == (len(objects) + 2 if reach.own else 0)
     assert not any("trailer" in name or "checksum" in name for headers in sent for name in headers)
     writes = [name for name, _ in requests if name in ("PutObject", "CompleteMultipartUpload")]
     assert writes[:2] == ["PutObject", "PutObject"], "the claim, and the probe of its condition, come first"
@@ -342,8 +360,9 @@ def test_upload_repeat_and_readback(reach: Reach, location: Location, tmp_path: 
 
 
 def test_signed_payloads_on_demand(
-    reach: Reach, location: Location, tmp_path: Path, record: str, monkeypatch: pytest.MonkeyPatch
+    reach_each_way: Reach, location: Location, tmp_path: Path, record: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reach = reach_each_way
     monkeypatch.setenv("CWTRAIN_S3_SIGN_PAYLOAD", "1")
     client = reach.client()
     requests = count_requests(client)
@@ -524,9 +543,10 @@ def test_more_workers_than_connections(
 
 @pytest.mark.parametrize("kind", ["same size", "truncate"])
 def test_a_file_that_changes_while_it_goes_out(
-    reach: Reach, location: Location, tmp_path: Path, record: str, kind: str
+    reach_each_way: Reach, location: Location, tmp_path: Path, record: str, kind: str
 ) -> None:
     """B21: noticed at once, and nothing is left that could be taken for the snapshot."""
+    reach = reach_each_way
     files = write(tmp_path / "ckpt", snapshot(70))
     path = tmp_path / "ckpt" / "model-00003-of-00003.safetensors"
 
@@ -545,6 +565,51 @@ def test_a_file_that_changes_while_it_goes_out(
         upload_objects(files, store=store, location=location, identity="v1", sizes=SIZES, record_directory=record)
     assert list(store.list_uploads(location.root)) == []
     assert store.head(location.key("v1", INDEX_NAME)) is None
+
+
+def test_a_file_whose_sha256_is_known(reach: Reach, location: Location, tmp_path: Path, record: str) -> None:
+    """Read once, its parts one after the other; a SHA-256 that is not the file's never becomes an object."""
+    objects = snapshot(90)
+    files = [attrs.evolve(file, sha256=sha256(objects[file.name])) for file in write(tmp_path / "ckpt", objects)]
+    store = reach.store()
+    report = upload_objects(files, store=store, location=location, identity="v1", sizes=SIZES, record_directory=record)
+    assert report.uploaded == tuple(objects)
+    assert all(store.get(location.key("v1", name)) == data for name, data in objects.items())
+    wrong = [attrs.evolve(file, sha256=sha256(b"") if "00003-of" in file.name else file.sha256) for file in files]
+    with pytest.raises(SnapshotChangedError, match="00003-of"):
+        upload_objects(wrong, store=store, location=location, identity="v2", sizes=SIZES, record_directory=record)
+    assert store.head(location.key("v2", "model-00003-of-00003.safetensors")) is None
+    assert list(store.list_uploads(location.root)) == []
+
+
+def test_a_store_checks_a_single_put_over_http(reach_http: Reach, location: Location) -> None:
+    """What the signature of a whole file is for: other bytes than those that were hashed are refused by the store.
+
+    SeaweedFS does not look, so it is never the only guard: the bytes that are sent are hashed here as well.
+    """
+
+    class Lying:
+        sha256 = sha256(b"other")
+
+        def __init__(self) -> None:
+            self.file = io.BytesIO(noise(1, 200_000))
+
+        def __len__(self) -> int:
+            return 200_000
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def blocks(self) -> Any:
+            yield self.file.getvalue()
+
+    body: Any = Lying()
+    if reach_http.server.name == "seaweedfs":
+        reach_http.store().put(location.key("v1", "x"), body)
+        return
+    with pytest.raises(StorageError, match="400"):
+        reach_http.store().put(location.key("v1", "x"), body)
+    assert reach_http.store().head(location.key("v1", "x")) is None
 
 
 # ---- addressing (SeaweedFS only: it answers for buckets in the host name)

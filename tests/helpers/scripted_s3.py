@@ -112,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(answer)
         if state.refuse_chunked and headers.get("x-amz-content-sha256", "").startswith("STREAMING-"):
             return self._error(Answer(411, "MissingContentLength"))
+        said = headers.get("x-amz-content-sha256", "")
+        if len(said) == 64 and said != hashlib.sha256(body).hexdigest():
+            return self._error(Answer(400, "XAmzContentSHA256Mismatch"))
         status, more, payload = self._do(operation, key, query, headers, body)
         if answer == LOST:
             self.close_connection = True

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 
 import attrs
 
-from cwtrain.config._env import boolean, env, load
+from cwtrain.config._env import boolean, env, load, whole_number
 
 __all__ = ["StorageConfig"]
+
+_at_least_one = whole_number(1)
+
+
+def _rate(value: object) -> int:
+    return _at_least_one(value)
 
 
 @attrs.frozen(kw_only=True)
 class StorageConfig:
-    """Endpoint, region and signing of the object store, as far as they are cwtrain's to decide."""
+    """Endpoint, region, signing and sending of the object store, as far as they are cwtrain's to decide."""
 
     endpoint_url: str | None = attrs.field(
         default=None,
@@ -34,6 +40,23 @@ class StorageConfig:
         default=False,
         converter=boolean,
         metadata=env("CWTRAIN_S3_SIGN_PAYLOAD", help="1 signs the bytes of every part, which costs a pass over them"),
+    )
+
+    own_sending: bool = attrs.field(
+        default=True,
+        converter=boolean,
+        metadata=env(
+            "CWTRAIN_S3_OWN_SENDING",
+            help="0 leaves the sending of large bodies to boto3, which costs more CPU",
+        ),
+    )
+    max_bytes_per_second: int | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(_rate),
+        metadata=env(
+            "CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND",
+            help="limits the bandwidth of each upload, in bytes a second; without it there is no limit",
+        ),
     )
 
     @classmethod

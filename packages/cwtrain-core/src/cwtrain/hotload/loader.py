@@ -69,6 +69,7 @@ class HotLoader:
     ``client`` is an ``InferenceClient``; ``s3`` a boto3 client (made from the environment at first use without it);
     ``poll_interval`` and ``timeout`` are seconds. ``timeout`` covers everything after the upload: waiting for another
     hot-load, acceptance, and the hot-load itself. ``plugins`` is the process-wide set unless given.
+    ``max_bytes_per_second`` limits the bandwidth of uploads (else ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does).
 
         loader = HotLoader(InferenceClient(), deployment_id="<uuid>")
         loader.publish("/ckpt/step_000100", identity="step_000100")
@@ -88,6 +89,7 @@ class HotLoader:
         timeout: float = 1800.0,
         plugins: Plugins | None = None,
         run_id: str | None = None,
+        max_bytes_per_second: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -100,6 +102,7 @@ class HotLoader:
         self.poll_interval = check_seconds("poll_interval", poll_interval)
         self.timeout = check_seconds("timeout", timeout)
         self.run_id = run_id
+        self.max_bytes_per_second = max_bytes_per_second
         self._s3 = s3
         self._plugins = plugins
         self._clock = clock
@@ -475,6 +478,7 @@ class HotLoader:
             on_progress=tell,
             deployment_id=self.deployment_id,
             run_id=self.run_id,
+            max_bytes_per_second=self.max_bytes_per_second,
         )
         self.plugins.notify(
             SnapshotUploaded(

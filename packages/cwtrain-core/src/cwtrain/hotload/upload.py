@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from cwtrain.config import StorageConfig
 from cwtrain.errors import SnapshotError, StorageConflictError, StorageError
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots import index as snapshots_index
@@ -34,13 +35,15 @@ def upload_snapshot(
     s3: Any = None,
     workers: int = 8,
     on_progress: Callable[[UploadProgress], None] | None = None,
+    max_bytes_per_second: float | None = None,
 ) -> str:
     """Upload ``snapshot`` as ``identity`` and return its ``s3://`` URI.
 
     The upload is immutable and resumable: objects that are there and equal are kept, anything else under the identity
     raises SnapshotConflictError before a byte is written, and the index goes last, so no reader sees half a snapshot.
     ``s3`` is a boto3 client (one is made from the environment without it), ``on_progress`` gets byte counts,
-    ``workers`` bounds the parallel requests.
+    ``workers`` bounds the parallel requests, ``max_bytes_per_second`` the bandwidth (without it
+    ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does).
 
     Raises SnapshotError for an identity or snapshot that cannot be published, SnapshotConflictError,
     SnapshotChangedError when a file changes meanwhile, and StorageError naming the refused permission.
@@ -52,6 +55,7 @@ def upload_snapshot(
         identity=identity,
         workers=workers,
         on_progress=on_progress,
+        max_bytes_per_second=max_bytes_per_second,
     )
     return report.uri
 
@@ -66,8 +70,14 @@ def upload_with_manifest(
     on_progress: Callable[[UploadProgress], None] | None = None,
     deployment_id: str | None = None,
     run_id: str | None = None,
+    max_bytes_per_second: float | None = None,
 ) -> UploadReport:
-    """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there."""
+    """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there.
+
+    Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
+    """
+    if max_bytes_per_second is None:
+        max_bytes_per_second = StorageConfig.from_env().max_bytes_per_second
     files = files_for_upload(snapshot, identity)
     with ThreadPoolExecutor(1, thread_name_prefix="cwtrain-checksums") as pool:
         # Full checkpoints of a trainer carry no checksums. Theirs are computed while the files are being sent.
@@ -95,6 +105,7 @@ def upload_with_manifest(
             on_progress=on_progress,
             run_id=run_id,
             before_index=write_manifest,
+            max_bytes_per_second=max_bytes_per_second,
         )
 
 

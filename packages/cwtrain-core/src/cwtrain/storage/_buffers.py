@@ -23,9 +23,14 @@ class SendingStopped(BaseException):
 
 
 class Buffers:
-    """Buffers of at most ``budget_bytes`` together."""
+    """Buffers of at most ``budget_bytes`` together.
 
-    def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
+    A part may take one after ``after_bytes``, where sending takes ``slow`` times as long as reading and hashing.
+    """
+
+    def __init__(self, budget_bytes: int = BUDGET_BYTES, *, after_bytes: int = 4 << 20, slow: float = 3.0) -> None:
+        self.after_bytes = after_bytes
+        self.slow = slow
         self._budget = budget_bytes
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []

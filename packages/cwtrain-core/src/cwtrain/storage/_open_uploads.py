@@ -1,11 +1,13 @@
 """Multipart uploads that were left open: known from this machine's own records, or older than a day.
 
 The store bills the parts of an upload that was neither completed nor aborted. A process that is killed cannot abort,
-so each upload notes what it opens in a small file in the temporary directory, and the next one cleans up after it.
+so each upload notes what it opens in a small file in the temporary directory, and the next one cleans up after it. It
+notes the key before it asks for an upload: one whose id the killed process never learned is found by its key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import hashlib
 import json
@@ -18,7 +20,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 
-from cwtrain.errors import CWTrainError, StorageNotFoundError
+from cwtrain.errors import CWTrainError, StorageError, StorageNotFoundError
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore
 
@@ -27,6 +29,8 @@ __all__ = ["UploadRecord", "abort_left_open", "abort_quietly"]
 _log = logging.getLogger("cwtrain.storage")
 _DAY = dt.timedelta(days=1)
 _mine: set[str] = set()
+_ASKED = "?"
+"""What stands before the number of an upload whose id is not known yet."""
 
 
 class UploadRecord:
@@ -45,9 +49,24 @@ class UploadRecord:
         self._lock = threading.Lock()
         _mine.add(self._name)
 
-    def opened(self, key: str, upload_id: str) -> None:
-        """Note that an upload was begun."""
+    @contextlib.contextmanager
+    def opening(self, key: str) -> Iterator[str]:
+        """Note that an upload of ``key`` is asked for, and give what ``opened`` is told then.
+
+        Without an answer it stays noted, because there may be one all the same.
+        """
+        asked = f"{_ASKED}{uuid.uuid4().hex[:8]}"
+        self.opened(key, asked)
+        try:
+            yield asked
+        except StorageError:
+            self.closed(asked)
+            raise
+
+    def opened(self, key: str, upload_id: str, asked: str = "") -> None:
+        """Note that an upload was begun, which was asked for as ``asked``."""
         with self._lock:
+            self._open.pop(asked, None)
             self._open[upload_id] = key
             self._write()
 
@@ -109,7 +128,10 @@ def abort_left_open(record: UploadRecord, store: ObjectStore, location: Location
     The second needs the optional permission s3:ListBucketMultipartUploads. Never raises: this is cleaning up.
     """
     for path, left in record.abandoned():
-        gone = [abort_quietly(store, key, upload_id) for upload_id, key in left.items()]
+        gone = [
+            _abort_asked(store, key) if upload_id.startswith(_ASKED) else abort_quietly(store, key, upload_id)
+            for upload_id, key in left.items()
+        ]
         if all(gone):
             try:
                 os.unlink(path)
@@ -124,6 +146,17 @@ def abort_left_open(record: UploadRecord, store: ObjectStore, location: Location
                 abort_quietly(store, upload.key, upload.upload_id)
     except CWTrainError as error:
         _log.debug("open multipart uploads cannot be listed: %s", error)
+
+
+def _abort_asked(store: ObjectStore, key: str) -> bool:
+    """Abort the uploads of ``key``: the identity is ours, and so was the process that asked for one and is gone."""
+    try:
+        ids = [upload.upload_id for upload in store.list_uploads(key) if upload.key == key]
+    except CWTrainError as error:
+        _log.debug("open multipart uploads cannot be listed: %s", error)
+        return True  # nothing more can be done here; it is found by its age
+    gone = [abort_quietly(store, key, upload_id) for upload_id in ids]
+    return all(gone)
 
 
 def abort_quietly(store: ObjectStore, key: str, upload_id: str) -> bool:

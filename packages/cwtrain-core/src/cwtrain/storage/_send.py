@@ -144,9 +144,9 @@ class Sender:
         else:
             transfer.etags = [""] * parts
             transfer.left = parts
-            upload_id = self._store.create_upload(transfer.key, metadata=self._metadata(transfer))
-            transfer.upload_id = upload_id
-            self._record.opened(transfer.key, upload_id)
+            with self._record.opening(transfer.key) as asked:
+                transfer.upload_id = self._store.create_upload(transfer.key, metadata=self._metadata(transfer))
+                self._record.opened(transfer.key, transfer.upload_id, asked)
             if transfer.given_up:  # it took so long that the upload ended meanwhile
                 self._abort(transfer)
             tasks = [partial(self._send_part, transfer, part) for part in range(parts)]

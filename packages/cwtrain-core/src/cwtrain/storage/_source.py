@@ -34,9 +34,6 @@ __all__ = ["BLOCK", "PartBody", "SendingStopped", "Source"]
 
 BLOCK = 1 << 20
 _TURN_SECONDS = 0.2
-_LOOK_BYTES = 4 << 20
-_SLOW = 3.0
-"""A part waits for its line when sending takes so many times as long as reading and hashing."""
 
 
 class Source:
@@ -401,9 +398,10 @@ class _ChainBody(PartBody):
 
     def _line_is_slow(self) -> bool:
         return (
-            self._source.others_wait()
-            and self._loaded - self._begin >= _LOOK_BYTES
-            and self._sending_seconds > _SLOW * self._reading_seconds
+            self._buffers is not None
+            and self._source.others_wait()
+            and self._loaded - self._begin >= self._buffers.after_bytes
+            and self._sending_seconds >= self._buffers.slow * self._reading_seconds
         )
 
     def _load_rest(self, offset: int) -> bool:

@@ -24,7 +24,7 @@ from cwtrain.errors import (
 if TYPE_CHECKING:
     from cwtrain.storage.s3 import S3Settings
 
-__all__ = ["translate"]
+__all__ = ["expired", "translate"]
 
 _QUOTED = 500
 
@@ -42,6 +42,7 @@ _NO_ANSWER = (boto.ConnectionError, boto.HTTPClientError, boto.ResponseStreaming
 
 _DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "403"}
 _BAD_KEYS = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "401", "Unauthorized"}
+_EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 _REGION = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
@@ -55,6 +56,12 @@ _ABSENT = {"NoSuchKey", "NoSuchUpload", "NotFound", "404"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 
 
+def expired(error: boto.ClientError) -> bool:
+    """Return whether the store may have refused credentials because their time is over. A HEAD does not say why."""
+    code = str(error.response.get("Error", {}).get("Code") or "")
+    return code in _EXPIRED or (error.operation_name == "HeadObject" and code in ("403", "400"))
+
+
 def translate(
     error: Exception,
     *,
@@ -63,16 +70,18 @@ def translate(
     bucket: str | None = None,
     key: str | None = None,
     settings: S3Settings | None = None,
+    credentials: str | None = None,
 ) -> CWTrainError:
     """Return our error for botocore's ``error``.
 
-    ``what`` says what was tried; without it, ``action`` (the S3 permission), ``bucket`` and ``key`` do.
+    ``what`` says what was tried; without it, ``action`` (the S3 permission), ``bucket`` and ``key`` do. ``credentials``
+    is the name of the provider that they come from.
     """
     where = f"s3://{bucket}/{key}" if key is not None else f"s3://{bucket}"
     what = what or f"{(action or 's3').removeprefix('s3:')} on {where} failed"
     place: dict[str, Any] = {"action": action, "bucket": bucket, "key": key}
     if isinstance(error, boto.ClientError):
-        return _refusal(error, what, place, settings)
+        return _refusal(error, what, place, settings, credentials)
     at = f" at {settings.endpoint_url}" if settings else ""
     text = _short(error)
     if isinstance(error, _NO_CREDENTIALS):
@@ -103,7 +112,9 @@ def translate(
     return StorageError(f"{what}: {text}", **place)
 
 
-def _refusal(error: boto.ClientError, what: str, place: dict[str, Any], settings: S3Settings | None) -> StorageError:
+def _refusal(
+    error: boto.ClientError, what: str, place: dict[str, Any], settings: S3Settings | None, credentials: str | None
+) -> StorageError:
     answer: dict[str, Any] = dict(error.response)
     code = str(answer.get("Error", {}).get("Code") or "")
     message = str(answer.get("Error", {}).get("Message") or "")[:_QUOTED]
@@ -137,8 +148,10 @@ def _refusal(error: boto.ClientError, what: str, place: dict[str, Any], settings
     if code == "RequestTimeTooSkewed":
         return StorageAccessError(f"{what}: {said}", hint="set this machine's clock; it is off by minutes", **place)
     if code in _BAD_KEYS:
+        source = f" that come from {credentials!r}" if credentials else ""
+        trouble = f"the credentials{source} have expired" if code == "ExpiredToken" else ""
         return StorageAccessError(
-            f"{what}: the store does not accept the credentials ({said})",
+            f"{what}: {trouble or f'the store does not accept the credentials{source}'} ({said})",
             hint="renew AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the profile's",
             **place,
         )

@@ -22,6 +22,7 @@ from botocore.exceptions import BotoCoreError
 
 from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
+from cwtrain.storage._signing import sign_known_bodies, watch_credentials
 from cwtrain.storage._translate import translate
 from cwtrain.storage._wire import send_with_own_sockets
 
@@ -36,6 +37,7 @@ _REGION_EXAMPLE = "US-EAST-04A"
 _BUCKET_LABEL = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET_HINT = "the store puts the bucket into the host name: 3 to 63 lower-case letters, digits and hyphens, no dots"
 _ATTEMPTS = 5
+_EXPLICIT_KEYS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 
 
 @attrs.frozen(kw_only=True)
@@ -76,10 +78,14 @@ def s3_client(
       ``ignore_configured_endpoint_urls`` is set), then ``https://cwobject.com``.
     - Region: ``region_name``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, then the profile's. It is the bucket's zone, in
       its own spelling, and has no default.
-    - Credentials: whatever boto3 finds, refreshed as boto3 does.
+    - Credentials: whatever boto3 finds, refreshed as boto3 does, and looked for again when the store says that they
+      have expired (not those that are given here or in ``session``).
     - Buckets are addressed in the host name, as the store demands; by path only for IP addresses and localhost.
     - No checksum trailers are added, unless the AWS configuration or ``config`` asks for them. Payloads are sent as
-      UNSIGNED-PAYLOAD, unless ``CWTRAIN_S3_SIGN_PAYLOAD=1``.
+      UNSIGNED-PAYLOAD, unless ``CWTRAIN_S3_SIGN_PAYLOAD=1``; over plain http a single PUT of a file is signed over its
+      SHA-256, which is known by then.
+    - Large bodies go over sockets of our own, except through a proxy, with a client certificate, or with
+      ``CWTRAIN_S3_OWN_SENDING=0``. Event handlers see those requests like any other.
 
     ``max_pool_connections`` should be at least the number of threads that use the client. ``session`` is a boto3
     session to take credentials and profile from; a private one is made without it, and the default session of boto3 is
@@ -91,6 +97,7 @@ def s3_client(
     given: Config = kwargs.pop("config", None) or Config()
     with _CREATING:
         try:
+            own_session = session is None
             session = session or boto3.Session(botocore_session=botocore.session.Session())
             core: botocore.session.Session = session._session
             profile: Mapping[str, Any] = core.get_scoped_config()
@@ -118,7 +125,11 @@ def s3_client(
             max_pool_connections=config.max_pool_connections,
         )
         _SETTINGS[client] = settings
-        send_with_own_sockets(client)
+        # Keys in the program, or in a session that the caller made, are the caller's to renew.
+        watch_credentials(client, core.profile, renewable=own_session and not _EXPLICIT_KEYS & kwargs.keys())
+        sign_known_bodies(client)
+        if StorageConfig.from_env().own_sending:
+            send_with_own_sockets(client)
 
     def refuse_unaddressable(params: Any, **_: Any) -> None:
         # botocore would silently fall back to path style, which the store refuses with a riddle.

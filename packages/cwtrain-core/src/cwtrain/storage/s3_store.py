@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from cwtrain.errors import StorageNotFoundError, TransportError
-from cwtrain.storage._translate import translate
+from cwtrain.storage._signing import credentials_of
+from cwtrain.storage._translate import expired, translate
 from cwtrain.storage.s3 import check_bucket, s3_settings
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["S3Store"]
 
+_log = logging.getLogger("cwtrain.storage")
 _BLOCK = 1 << 20
 _RESUMES = 3
 
@@ -54,10 +57,25 @@ class S3Store:
         return self.settings.max_pool_connections
 
     def _call(self, action: str, key: str | None, call: Callable[[], T]) -> T:
+        credentials = credentials_of(self._client)
+        used = credentials.snapshot() if credentials is not None else None
         try:
+            try:
+                return call()
+            except ClientError as error:
+                if credentials is None or not expired(error) or not credentials.renew(used):
+                    raise
+                _log.info("the store's credentials had expired; others were found (%s)", credentials.source)
             return call()
         except (ClientError, BotoCoreError) as error:
-            raise translate(error, action=action, bucket=self._bucket, key=key, settings=self.settings) from error
+            raise translate(
+                error,
+                action=action,
+                bucket=self._bucket,
+                key=key,
+                settings=self.settings,
+                credentials=credentials.source if credentials is not None else None,
+            ) from error
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return what is known of an object, None when it is not there."""
@@ -182,5 +200,7 @@ class S3Store:
 
 
 def _boto(body: Body) -> Any:
-    # boto3's annotation asks for a whole IO object; it uses only what Body has.
+    # boto3's annotation asks for a whole IO object; it uses only what Body has. It begins where the body stands.
+    if not isinstance(body, bytes):
+        body.seek(0)
     return body

@@ -1,0 +1,106 @@
+"""Signing with what is known already, and with credentials that were renewed.
+
+Over plain http nothing else vouches for the bytes, so a single PUT is signed over the SHA-256 of its body: the store
+then refuses other bytes. It costs nothing, because the hash is known when the request is made; botocore alone would
+read the body once more for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import botocore.session
+from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
+from botocore.exceptions import BotoCoreError
+
+if TYPE_CHECKING:
+    from types_boto3_s3.client import S3Client
+
+__all__ = ["Credentials", "credentials_of", "sign_known_bodies", "watch_credentials"]
+
+_USUAL = ("v4", "s3v4")
+"""What S3 requests are signed with: the first as the endpoint's rules call it, the second as the signer does."""
+_OURS = "s3v4-cwtrain"
+
+
+class _KnownBodyAuth(S3SigV4Auth):  # type: ignore[misc]
+    """As botocore signs for S3, but a body that knows its ``sha256`` is not read for it."""
+
+    def payload(self, request: Any) -> str:
+        known = getattr(request.body, "sha256", None)
+        if known is None or self._is_streaming_checksum_payload(request):
+            return str(super().payload(request))
+        if request.url.startswith("http://") or self._should_sha256_sign_payload(request):
+            return str(known)
+        return str(super().payload(request))
+
+
+def sign_known_bodies(client: S3Client) -> None:
+    """Let the single PUTs of ``client`` be signed over their bodies' SHA-256 where that is known and of use."""
+    AUTH_TYPE_MAPS.setdefault(_OURS, _KnownBodyAuth)
+
+    def choose(signature_version: Any, **_: Any) -> str | None:
+        return _OURS if signature_version in _USUAL else None
+
+    client.meta.events.register("choose-signer.s3.PutObject", choose)
+
+
+class Credentials:
+    """Where a client's credentials come from, and how to look there again when the store says they have expired."""
+
+    def __init__(self, client: S3Client, profile: str | None, *, renewable: bool) -> None:
+        self._signer: Any = getattr(client, "_request_signer", None)
+        self._profile = profile
+        self._renewable = renewable and hasattr(self._signer, "_credentials")
+        self._lock = threading.Lock()
+
+    @property
+    def source(self) -> str | None:
+        """The provider's name as botocore spells it (``env``, ``shared-credentials-file``), never a key."""
+        return getattr(self._now, "method", None)
+
+    @property
+    def _now(self) -> Any:
+        return getattr(self._signer, "_credentials", None)
+
+    def renew(self, refused: Any) -> bool:
+        """Look for other credentials than ``refused`` (see ``snapshot``) and return whether there are some now.
+
+        Keys that were given in the program are never replaced.
+        """
+        if not self._renewable:
+            return False
+        with self._lock:
+            if self.snapshot() != refused:
+                return True  # another thread was first
+            try:
+                fresh = botocore.session.Session(profile=self._profile).get_credentials()
+                if fresh is None or _frozen(fresh) == refused:
+                    return False
+            except BotoCoreError:
+                return False
+            self._signer._credentials = fresh
+            return True
+
+    def snapshot(self) -> Any:
+        """Return something that is equal for equal credentials."""
+        return _frozen(self._now)
+
+
+def _frozen(credentials: Any) -> Any:
+    return None if credentials is None else credentials.get_frozen_credentials()
+
+
+_CREDENTIALS: weakref.WeakKeyDictionary[Any, Credentials] = weakref.WeakKeyDictionary()
+
+
+def watch_credentials(client: S3Client, profile: str | None, *, renewable: bool) -> None:
+    """Note where the credentials of ``client`` come from."""
+    _CREDENTIALS[client] = Credentials(client, profile, renewable=renewable)
+
+
+def credentials_of(client: Any) -> Credentials | None:
+    """Return what was noted, None for a client that is not ours."""
+    return _CREDENTIALS.get(client)
