@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.engine.model_io import Model, make_model, save_model
 from cwtrain_emulator.pytest_plugin import Bucket
 from helpers import numpy_model
+from helpers.conformance import bucket_of
 from helpers.emulator_api import Api
 
 CONTEXT = 3
@@ -42,7 +44,7 @@ class Run:
         """Hot-load a model in which all tensors are others than in the last one; return the hot-load's id."""
         directory = self._root / identity
         model: Model = make_model(
-            directory, vocab_size=64, hidden_size=8, context=CONTEXT, seed=seed, max_length=1_000_000
+            directory, vocab_size=97, hidden_size=8, context=CONTEXT, seed=seed, max_length=1_000_000
         )
         model.tensors["lm_head.bias"][STOP] = stop_bias
         save_model(directory, model)
@@ -152,3 +154,25 @@ def test_a_request_under_way_goes_on_with_the_new_weights_and_its_old_kv(run: Ru
     # The last token before the swap was read after it, and those before that one were not read again.
     assert record["kv"][-1] == ["v0", "v1"]
     assert record["prompt_kv"] == ["v0"] * len(PROMPT)
+
+
+def test_closing_the_connection_ends_the_request(tmp_path: Path) -> None:
+    with Emulator(replicas=1, slots=1) as emulator:
+        api = Api(emulator.base_url, emulator.admin_token)
+        deployment = api.deployment(api.gateway()["spec"]["id"], emulator.bucket)
+        Run(api, deployment, bucket_of(emulator), tmp_path).load("v0", seed=1)
+        for path, prompt in (
+            ("completions", {"prompt": [1, 2]}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "X"}]}),
+        ):
+            # These would take minutes in the only slot there is.
+            body = {"model": deployment["spec"]["model"]["name"], "max_tokens": 900_000, "ignore_eos": True, **prompt}
+            url = f"{api.base_url}/v1/{path}"
+            with api.session.post(url, json={**body, "stream": True}, timeout=30, stream=True) as answer:
+                assert answer.status_code == 200, answer.text
+                next(answer.iter_lines())
+            assert api.session.post(url, json={**body, "max_tokens": 1}, timeout=30).status_code == 200
+            with pytest.raises(requests.Timeout):
+                api.session.post(url, json=body, timeout=0.2)
+            assert api.session.post(url, json={**body, "max_tokens": 1}, timeout=30).status_code == 200
+        api.close()
