@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from check_core import find
+from cwtrain_emulator.control_client import Control
 from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.engine.model_io import make_model
 
@@ -393,7 +394,9 @@ def drive(run: Run, emulator: Emulator, theirs: Client, ours: Client, library: L
             expect(own.served_bytes(deployment) == [tensor_hashes(Path(checkpoint))] * 2, f"{identity} is served", done)
     interlock(run, library, theirs, deployment)
     failures(run, library, theirs, ours, own, deployment, Path(delta), Path(wrong), str(folder / "full2"))
+    under_faults(run, library, emulator, own, deployment, (full, newer))
     refusals(run, library, theirs, emulator, deployment)
+    behaviours(run, library, emulator, deployment)
 
     with run.step("a gateway in use is not deleted", "api"):
         expect(
@@ -478,6 +481,80 @@ def failures(
         expect(done["state"] == "COMPLETED", "it is COMPLETED", done)
         expect("COMPLETED" in done["progress"], "progress was told", done)
         expect(own.served_bytes(deployment) == [tensor_hashes(Path(last))] * 2, "both replicas have its bytes", done)
+
+
+def under_faults(
+    run: Run, library: Library, emulator: Emulator, own: Emulated, deployment: str, checkpoints: tuple[str, str]
+) -> None:
+    """What the published client makes of a service that has a bad moment."""
+    control = Control(emulator.base_url, emulator.admin_token)
+
+    @contextlib.contextmanager
+    def fault(target: str, kind: str, **values: Any) -> Iterator[None]:
+        rule = control.add_fault(target, kind, **values)
+        try:
+            yield
+            (counted,) = [found for found in control.faults() if found["id"] == rule["id"]]
+            expect(counted["struck"] > 0, f"the fault {kind} struck", counted)
+        finally:
+            control.clear_faults(rule["id"])
+
+    def publish(checkpoint: str, identity: str) -> dict[str, Any]:
+        done: dict[str, Any] = library.call("publish", deployment=deployment, checkpoint=checkpoint, identity=identity)
+        expect(done["state"] == "COMPLETED", "it is COMPLETED", done)
+        expect(own.served_bytes(deployment) == [tensor_hashes(Path(checkpoint))] * 2, "both replicas serve it", done)
+        return done
+
+    one, other = checkpoints
+    with run.step("one replica fails, the other does not; the next publish mends it", "api"):
+        with fault("replica", "damage", replica="-01$", times=1):
+            values = {"deployment": deployment, "checkpoint": one, "identity": "half"}
+            classes = library.refused("publish", **values)
+            expect("CWTrainError" in classes, "the publish says so", classes)
+            newest = library.call("hot_loads", deployment=deployment)[0]
+            states = {replica["state"] for replica in library.call("replicas", hot_load=newest)}
+            expect(states == {"READY", "ERROR"}, "one is READY, one in ERROR", states)
+        publish(other, "whole")
+    with (
+        run.step("a replica dies in the middle of a load, and its successor finishes it", "api"),
+        fault("replica", "die", replica="-00$", times=1),
+    ):
+        publish(one, "after-a-death")
+    with (
+        run.step("503 of the service and SlowDown of the bucket are retried", "api"),
+        fault("api", "status", status=503, retry_after="1", times=2),
+        fault("store", "slow_down", times=1),
+    ):
+        publish(other, "after-503")
+    with run.step("a create whose answer is lost is made once", "api"):
+        before = len(library.call("hot_loads", deployment=deployment))
+        with fault("api", "cut", method="POST", path="hotLoads$", times=1):
+            publish(one, "answer-lost")
+        after = len(library.call("hot_loads", deployment=deployment))
+        expect(after == before + 1, "there is one hot-load more", (before, after))
+
+
+def behaviours(run: Run, library: Library, emulator: Emulator, deployment: str) -> None:
+    """Where the clients do different things; told, and not judged."""
+    from cwtrain.errors import CWTrainError
+    from cwtrain.infra import InferenceClient, SnapshotType
+
+    with run.step("what each does about a taken id that is another hot-load's", "api"):
+        taken = library.call("hot_loads", deployment=deployment)[-1]
+        values = {"deployment": deployment, "identity": "another", "hot_load": taken}
+        try:
+            library.call("create_hot_load", **values)
+            theirs = "adopts it"
+        except StepError as error:
+            theirs = str(error)
+        with InferenceClient(emulator.admin_token, base_url=emulator.base_url) as client:
+            try:
+                client.create_hot_load(deployment, "another", snapshot_type=SnapshotType.FULL, hot_load_id=taken)
+                ours = "adopts it"
+            except CWTrainError as error:
+                ours = f"refuses: {type(error).__name__}"
+        if theirs != ours:
+            run.differences["create_hot_load, of a taken id"] = {"theirs": theirs, "ours": ours}
 
 
 def refusals(run: Run, library: Library, theirs: Client, emulator: Emulator, deployment: str) -> None:
