@@ -6,8 +6,9 @@ import json
 import struct
 from pathlib import Path
 
-import interop
 import pytest
+
+import interop
 
 
 def test_two_views_of_one_thing() -> None:
@@ -37,7 +38,7 @@ def test_a_step_that_fails_is_noted_and_the_run_goes_on(capsys: pytest.CaptureFi
     with run.step("two", "api"):
         interop.expect(True, "it holds", None)
     with run.step("three"):
-        run.same("a view", {"a": 1}, {})
+        run.same("a view", {"a": 1, "b": 2}, {"b": 2})
     assert [(entry["step"], entry["ok"]) for entry in run.steps] == [("one", False), ("two", True), ("three", False)]
     assert "it holds; saw {'saw': 1}" in run.steps[0]["problem"]
     assert run.differences == {"a view": {"only_theirs": ["a"]}}
