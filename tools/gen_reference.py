@@ -1,7 +1,7 @@
 # ruff: noqa: E501
-"""Write the reference pages that are made from the code: commands, environment variables, hooks.
+"""Write the reference pages that are made from the code: commands, environment variables, hooks, faults.
 
-- ``python tools/gen_reference.py`` writes ``docs/reference/cli.md``, ``environment.md`` and ``hooks.md``;
+- ``python tools/gen_reference.py`` writes ``docs/reference/cli.md``, ``environment.md``, ``hooks.md`` and ``faults.md``;
 - with ``--check`` it says which of them is not what the code says, and writes nothing.
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import attrs
 import click
+
+from faults_reference import faults_page
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = "<!-- Made by tools/gen_reference.py from the code: change it there, and run that. -->"
@@ -260,6 +262,7 @@ PAGES = {
     "docs/reference/cli.md": cli_page,
     "docs/reference/environment.md": environment_page,
     "docs/reference/hooks.md": hooks_page,
+    "docs/reference/faults.md": lambda: faults_page(MADE),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from cwtrain_emulator.replica.materialise import NoWeightsError, SnapshotError, Workshop, hash_tensors
+from cwtrain_emulator.replica.materialise import NoWeightsError, Sabotage, SnapshotError, Workshop, hash_tensors
 from cwtrain_emulator.snapshots import ChainEntry, listing_digest
 from helpers import tiny_delta
 from helpers.memory_bucket import MemoryBucket
@@ -141,6 +141,55 @@ def test_at_most_63_deltas_are_replayed(scene: Scene) -> None:
         scene.workshop.materialise(entries)
     assert scene.workshop.materialise(entries[:64]).identity == "v63"
     assert scene.workshop.materialise(entries).identity == "v64"
+
+
+def test_a_late_one_copies_from_a_peer_what_it_need_not_fetch(
+    scene: Scene, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    one = tiny_delta.nudged(BASE, seed=1)
+    chain = [scene.full(), scene.delta(BASE, one, "v1", "v0")]
+    made = scene.workshop.materialise(chain)
+    before = scene.bucket.downloads
+    late = Workshop(tmp_path_factory.mktemp("late"), scene.bucket)  # type: ignore[arg-type]
+    copied = late.materialise(chain, peers=[scene.root])
+    assert scene.bucket.downloads == before
+    assert hash_tensors(copied.checkpoint) == _hashes(one)
+    assert copied.directory != made.directory
+    # Part of a chain is worth copying, too.
+    two = tiny_delta.nudged(one, seed=2)
+    chain.append(scene.delta(one, two, "v2", "v1"))
+    later = Workshop(tmp_path_factory.mktemp("later"), scene.bucket)  # type: ignore[arg-type]
+    assert later.materialise(chain, peers=[scene.root]).tensors == _hashes(two)
+    assert scene.bucket.downloads == before + 1
+
+
+def test_a_peer_whose_bytes_are_wrong_is_not_believed(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> None:
+    full = scene.full()
+    made = scene.workshop.materialise([full])
+    shard = next(made.checkpoint.glob("*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    late = Workshop(tmp_path_factory.mktemp("late"), scene.bucket)  # type: ignore[arg-type]
+    assert late.materialise([full], peers=[scene.root, scene.root / "nothing"]).tensors == _hashes(BASE)
+    assert [path.name for path in late._root.iterdir()] == ["gen-00000001"]
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_damage_is_noticed_and_leaves_no_trace(scene: Scene, checksums: bool) -> None:
+    full = scene.full(checksums=checksums)
+    with pytest.raises(SnapshotError, match="Adler-32" if checksums else r"\.safetensors"):
+        scene.workshop.materialise([full], sabotage=Sabotage(damage=True))
+    assert scene.files() == []
+    scene.workshop.materialise([full])
+    chain = [full, scene.delta(BASE, tiny_delta.nudged(BASE, seed=1), "v1", "v0")]
+    with pytest.raises(SnapshotError, match="Adler-32"):
+        scene.workshop.materialise(chain, sabotage=Sabotage(damage=True))
+    made = scene.workshop.materialise(chain)
+    # What is there already is made anew, to be damaged.
+    with pytest.raises(SnapshotError, match="Adler-32"):
+        scene.workshop.materialise(chain, sabotage=Sabotage(damage=True))
+    assert scene.workshop.materialise(chain) == made
 
 
 def test_base_weights_are_looked_for_and_may_be_missing(scene: Scene) -> None:

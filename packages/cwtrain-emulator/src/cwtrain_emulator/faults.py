@@ -15,7 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FAULT_OPTIONS", "KINDS", "TARGETS", "Fault", "FaultBook", "FaultError", "FaultKind", "Option"]
+__all__ = [
+    "COMMON_OPTIONS",
+    "FAULT_OPTIONS",
+    "KINDS",
+    "MATCH_OPTIONS",
+    "TARGETS",
+    "Fault",
+    "FaultBook",
+    "FaultError",
+    "FaultKind",
+    "Option",
+]
 
 TARGETS = ("api", "endpoint", "store", "replica")
 """What a fault can strike: control plane, endpoint, object store, replicas."""
@@ -157,13 +168,15 @@ KINDS: dict[str, FaultKind] = {
 }
 """Every kind of fault by name."""
 
-_COMMON: dict[str, Option] = {
+COMMON_OPTIONS: dict[str, Option] = {
     "after": Option(int, default=0, most=_COUNT, help="matching requests that pass before the first is struck"),
     "times": Option(int, default=None, least=1, most=_COUNT, help="how many are struck; none: all"),
     "probability": Option(float, default=None, most=1.0, help="strike by chance, drawn from the seed"),
     "seed": Option(int, default=0, least=-_COUNT, most=_COUNT, help="seed of the draws"),
 }
-_MATCHES: dict[str, dict[str, Option]] = {
+"""What every rule may say about when it strikes."""
+
+MATCH_OPTIONS: dict[str, dict[str, Option]] = {
     **{
         target: {
             "method": Option(str, help="regular expression for the whole method"),
@@ -176,14 +189,16 @@ _MATCHES: dict[str, dict[str, Option]] = {
         "identity": Option(str, help="regular expression for the whole identity that is loaded, or served"),
     },
 }
-_MATCHES["store"]["caller"] = Option(
+"""What a rule of each target may say about the requests that it matches."""
+
+MATCH_OPTIONS["store"]["caller"] = Option(
     str, choices=("trainer", "service", "other"), help="whose key signs: the trainer's, or the service's own"
 )
 
 
 def _all_options() -> dict[str, Option]:
-    found = dict(_COMMON)
-    for table in (*_MATCHES.values(), *(kind.options for kind in KINDS.values())):
+    found = dict(COMMON_OPTIONS)
+    for table in (*MATCH_OPTIONS.values(), *(kind.options for kind in KINDS.values())):
         found |= {name: option for name, option in table.items() if name not in found}
     return found
 
@@ -313,7 +328,7 @@ def parse_fault(body: Mapping[str, Any]) -> Fault:
     known = [name for name, found in KINDS.items() if target in found.targets]
     if kind not in known:
         raise FaultError(f"kind: must be one of {', '.join(known)} for the target {target}")
-    options = {**_COMMON, **_MATCHES[target], **KINDS[kind].options}
+    options = {**COMMON_OPTIONS, **MATCH_OPTIONS[target], **KINDS[kind].options}
     problems = [f"{name}: unknown for {target} {kind}" for name in body if name not in {"target", "kind", *options}]
     values: dict[str, Any] = {}
     for name, option in options.items():
