@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["HfTokenizer", "KvBatch", "KvMemory", "TransformersEngine", "load_tokenizer", "prepare"]
 
 Array = npt.NDArray[np.float32]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
 _NEIGHBOURS = 5
 """How many ids of the prompt are decoded with the answer's first one: its text may begin with a blank, or not."""
 
@@ -264,6 +266,9 @@ def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Return the checkpoint's tokenizer; where it has none, one that refuses texts and shows none."""
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        # Asked without them, transformers makes an empty one.
+        return HfTokenizer(None, why_not=f"none of {', '.join(_TOKENIZER_FILES)} is there")
     prepare()
     from transformers import AutoTokenizer
 

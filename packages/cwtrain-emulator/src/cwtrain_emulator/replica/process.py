@@ -209,9 +209,9 @@ class Replica:
 
 
 def _import_transformers() -> None:
-    from cwtrain_emulator.engine import transformers_engine
+    from cwtrain_emulator.engine.transformers_engine import prepare
 
-    _log.debug("%s is there", transformers_engine.__name__)
+    prepare()
 
 
 def _done(rid: int, done: Completion) -> dict[str, Any]:
