@@ -132,7 +132,15 @@ def complete(words, env):
 
 
 def test_completion_knows_core_and_loads_no_plugin(env):
-    assert complete("cwtrain", env) == ["deployment", "gateway", "hotload", "plugins", "doctor", "completion"]
+    assert complete("cwtrain", env) == [
+        "deployment",
+        "gateway",
+        "hotload",
+        "snapshot",
+        "plugins",
+        "doctor",
+        "completion",
+    ]
     assert "publish" in complete("cwtrain hotload", env)
 
 

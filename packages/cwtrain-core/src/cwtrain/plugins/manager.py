@@ -20,23 +20,6 @@ import pluggy
 
 from cwtrain.config import PluginConfig
 from cwtrain.errors import PluginConflictError, PluginError, PluginLoadError
-from cwtrain.events import (
-    AnyEvent,
-    HotLoadProgressed,
-    HotLoadRequested,
-    RolloutBatchCompleted,
-    RolloutRetried,
-    RolloutUnavailable,
-    SnapshotInspected,
-    SnapshotUploaded,
-    SyncCompleted,
-    SyncFailed,
-    SyncSkipped,
-    SyncStarted,
-    WeightsWritten,
-    WeightVersionSeen,
-)
-from cwtrain.models.snapshot import Chain, PublishPlan
 from cwtrain.models.sync import (
     Integration,
     RolloutBackendFactory,
@@ -57,6 +40,9 @@ from cwtrain.plugins._records import (
 
 if TYPE_CHECKING:
     import click
+
+    from cwtrain.events import AnyEvent, WeightsWritten
+    from cwtrain.models.snapshot import Chain, PublishPlan
 
 __all__ = ["BrokenPlugin", "LoadedPlugin", "Plugins", "get_plugins"]
 
@@ -336,21 +322,28 @@ class Plugins:
 
     def notify(self, event: AnyEvent) -> None:
         """Tell every plugin that listens. What one raises is logged once and counted in ``failures``, no more."""
+        from cwtrain import events  # here: its classes are half of what `cwtrain --help` would cost
+
         match event:
-            case WeightsWritten():
+            case events.WeightsWritten():
                 hook = "cwtrain_post_write"
             case (
-                SyncStarted()
-                | SnapshotInspected()
-                | SnapshotUploaded()
-                | HotLoadRequested()
-                | HotLoadProgressed()
-                | SyncCompleted()
-                | SyncSkipped()
-                | SyncFailed()
+                events.SyncStarted()
+                | events.SnapshotInspected()
+                | events.SnapshotUploaded()
+                | events.HotLoadRequested()
+                | events.HotLoadProgressed()
+                | events.SyncCompleted()
+                | events.SyncSkipped()
+                | events.SyncFailed()
             ):
                 hook = "cwtrain_weight_sync"
-            case RolloutBatchCompleted() | RolloutRetried() | RolloutUnavailable() | WeightVersionSeen():
+            case (
+                events.RolloutBatchCompleted()
+                | events.RolloutRetried()
+                | events.RolloutUnavailable()
+                | events.WeightVersionSeen()
+            ):
                 hook = "cwtrain_rollout_backend"
             case _:
                 assert_never(event)

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Final
 
 import pluggy
 
-from cwtrain.events import RolloutEvent, WeightsWritten, WeightSyncEvent
-from cwtrain.models.snapshot import Chain, PublishPlan
-from cwtrain.models.sync import (
-    Integration,
-    RolloutBackendFactory,
-    SnapshotChoice,
-    WeightSyncRequest,
-    WeightSyncResult,
-)
-
 if TYPE_CHECKING:
     import click
+
+    from cwtrain.events import RolloutEvent, WeightsWritten, WeightSyncEvent
+    from cwtrain.models.snapshot import Chain, PublishPlan
+    from cwtrain.models.sync import (
+        Integration,
+        RolloutBackendFactory,
+        SnapshotChoice,
+        WeightSyncRequest,
+        WeightSyncResult,
+    )
 
 __all__ = [
     "ENTRY_POINT_GROUP",
