@@ -2,6 +2,9 @@
 
     python benchmarks/data.py OUT [--model dense|moe] [--size small|full] [--density 0.012 0.03 ...] [--chain]
 
+`--model layers:N` and `--model tensors:N` are models of N layers, for seeing how cost grows: with the bytes, or with
+the number of (small) tensors.
+
 OUT gets a directory `base` and one for each density, `d1.2`, `d3`, ...: the same model after an update that changes
 about this part of its elements. With `--chain` each version is made from the one before, not from the base.
 
@@ -78,6 +81,17 @@ MODELS = {
     ("moe", "small"): experts(hidden=128, inner=64),
     ("moe", "full"): experts(hidden=512, inner=64),
 }
+
+
+def model(name: str, size: str) -> Model:
+    """Return the model of that name: `dense`, `moe`, `layers:8`, `tensors:12`."""
+    kind, _, layers = name.partition(":")
+    if kind == "layers":
+        hidden, inner = (512, 1536) if size == "small" else (896, 4864)
+        return dense(hidden=hidden, inner=inner, kv=128, layers=int(layers), vocabulary=4000)
+    if kind == "tensors":
+        return experts(hidden=64 if size == "small" else 512, inner=16, layers=int(layers))
+    return MODELS[kind, size]
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -197,12 +211,12 @@ def main() -> None:
     """Make the data of one model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", choices=["dense", "moe"], default="dense")
+    parser.add_argument("--model", default="dense", help="dense, moe, layers:N or tensors:N")
     parser.add_argument("--size", choices=["small", "full"], default="small")
     parser.add_argument("--density", type=float, nargs="+", default=[0.012, 0.03, 0.08, 0.4])
     parser.add_argument("--chain", action="store_true", help="each version from the one before, not from the base")
     options = parser.parse_args()
-    make(options.out, MODELS[options.model, options.size], options.density, chain=options.chain)
+    make(options.out, model(options.model, options.size), options.density, chain=options.chain)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""One operation in a fresh process, with what it cost: python operations.py NAME '{"argument": ...}'
+
+Both sides run this file, each with its own Python, and call the public API of the `cwtrain` that this Python has.
+Imports and what must be there before are outside the clock; so is what is written for the check afterwards. Prints
+JSON: wall and CPU seconds (user + system), peak MiB, by how much that grew inside the clock, calls of fsync.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Operation = tuple[Callable[[], Any], Callable[[], Any]]
+"""What is timed, and what is done after that."""
+
+fsyncs = 0
+
+
+def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call, counted."""
+
+    def wrapper(*args: Any) -> Any:
+        global fsyncs
+        fsyncs += 1
+        return call(*args)
+
+    return wrapper
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def first_use() -> None:
+    """Write something tiny, so that what is imported or probed at first use is outside the clock."""
+    from cwtrain.hotload.delta import write_delta as write
+    from cwtrain.hotload.delta import write_full_snapshot
+
+    with tempfile.TemporaryDirectory() as place:
+        base, new, out, full = (f"{place}/{name}" for name in ("base", "new", "out", "full"))
+        for directory, byte in ((base, b"\0"), (new, b"\1")):
+            os.mkdir(directory)
+            header = json.dumps({"w": {"dtype": "U8", "shape": [4096], "data_offsets": [0, 4096]}}).encode()
+            header += b" " * (-len(header) % 8)
+            data = len(header).to_bytes(8, "little") + header + byte * 4096
+            Path(directory, "model-00001-of-00001.safetensors").write_bytes(data)
+            index = {"metadata": {"total_size": 4096}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+            Path(directory, "model.safetensors.index.json").write_text(json.dumps(index))
+            Path(directory, "config.json").write_text("{}")
+        write(base, new, out, version="000001", base_version="000000")
+        write_full_snapshot(base, full)
+
+
+def write_delta(base: str, new: str, out: str) -> Operation:
+    """Write a delta."""
+    from cwtrain.hotload.delta import write_delta as write
+
+    first_use()
+    return lambda: write(base, new, out, version="000001", base_version="000000"), nothing
+
+
+def write_full(src: str, dest: str) -> Operation:
+    """Write a full snapshot with checksums."""
+    from cwtrain.hotload.delta import write_full_snapshot
+
+    first_use()
+    return lambda: write_full_snapshot(src, dest), nothing
+
+
+def mirror_apply(base: str, root: str, deltas: list[str], dest: str) -> Operation:
+    """Apply the last delta to a mirror of `base`; those before it are applied outside the clock."""
+    mirror = make_mirror(base, root)
+    for delta in deltas[:-1]:
+        mirror.apply_delta(delta)
+    return lambda: mirror.apply_delta(deltas[-1]), lambda: mirror.write_full_snapshot(dest)
+
+
+def write_and_apply(base: str, root: str, before: str, old: str, new: str, out: str, dest: str) -> Operation:
+    """Write the delta from `old` (what the mirror holds after `before`) to `new`, then apply it to the mirror."""
+    from cwtrain.hotload.delta import write_delta as write
+
+    mirror = make_mirror(base, root)
+    mirror.apply_delta(before)
+
+    def run() -> None:
+        write(old, new, out, version="000002", base_version="000001")
+        mirror.apply_delta(out)
+
+    return run, lambda: mirror.write_full_snapshot(dest)
+
+
+def advance(base: str, root: str, before: str, old: str, new: str, out: str, dest: str) -> Operation:
+    """Do what `write_and_apply` does, in one pass (ours only)."""
+    mirror = make_mirror(base, root)
+    mirror.apply_delta(before)
+    return lambda: mirror.write_delta(new, out, version=2), lambda: mirror.write_full_snapshot(dest)
+
+
+def make_mirror(base: str, root: str) -> Any:
+    """Return a new mirror."""
+    from cwtrain.hotload import WeightMirror
+
+    return WeightMirror.create(base, root, version="000000")
+
+
+def floor(base: str, new: str) -> Operation:
+    """Read both, XOR, Adler-32 and zstd level 1 of each MiB, in one thread; nothing is written."""
+    import numpy as np
+    import zstandard
+
+    try:
+        from zlib_ng.zlib_ng import adler32
+    except ImportError:
+        from zlib import adler32
+    size = 1 << 20
+    one, two = (np.empty(size, dtype=np.uint8) for _ in range(2))
+    compressor = zstandard.ZstdCompressor(level=1)
+
+    def run() -> None:
+        for name in sorted(os.listdir(base)):
+            if not name.endswith(".safetensors"):
+                continue
+            with Path(base, name).open("rb", buffering=0) as old, Path(new, name).open("rb", buffering=0) as current:
+                while count := old.readinto(one):
+                    current.readinto(two)
+                    adler32(two[:count])
+                    np.bitwise_xor(one[:count], two[:count], out=one[:count])
+                    compressor.compress(one[:count])
+
+    return run, nothing
+
+
+def spin(seconds: float) -> Operation:
+    """Be busy for some seconds: how much CPU one gets."""
+
+    def run() -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    return run, nothing
+
+
+OPERATIONS: dict[str, Callable[..., Operation]] = {
+    function.__name__: function
+    for function in (write_delta, write_full, mirror_apply, write_and_apply, advance, floor, spin)
+}
+
+
+def spent() -> float:
+    """Return the user and system seconds of this process and those that it started."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def peak_mib() -> float:
+    """Return the largest resident size so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main(name: str, arguments: str) -> None:
+    """Make it ready, run it once under the clock, print what it took."""
+    os.fsync, os.fdatasync = counted(os.fsync), counted(os.fdatasync)
+    given = json.loads(arguments)
+    for key in ("out", "dest", "root"):
+        shutil.rmtree(given.get(key, ""), ignore_errors=True)
+    timed, afterwards = OPERATIONS[name](**given)
+    os.sync()
+    synced, peak, before, began = fsyncs, peak_mib(), spent(), time.perf_counter()
+    timed()
+    wall, cpu = time.perf_counter() - began, spent() - before
+    result = {
+        "wall": wall,
+        "cpu": cpu,
+        "peak_mib": peak_mib(),
+        "grown_mib": peak_mib() - peak,
+        "fsyncs": fsyncs - synced,
+    }
+    afterwards()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
