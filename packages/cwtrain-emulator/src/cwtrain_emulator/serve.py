@@ -267,6 +267,7 @@ class _Emulator:
             await self._proxy.stop()
         if self._weed_task is not None:
             self._weed_task.cancel()
+            await asyncio.gather(self._weed_task, return_exceptions=True)
         if self._weed is not None:
             await self._weed.stop(grace=_GRACE_SECONDS if self._settings.keep_state else 0.0)
         self.store.close()

@@ -241,7 +241,7 @@ class _Call:
                     return
                 self._record(head["record"])
                 if self._asked.include_usage:
-                    yield _event({**self._frame(), "usage": head["usage"]}, b"[]")
+                    yield _event({**self._frame(), "usage": head["usage"], **self._extras(head)}, b"[]")
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")

@@ -28,6 +28,7 @@ _PORTS = 5
 # Below the usual range of ephemeral ports (32768 up), gRPC ports included, so that no outgoing connection takes one.
 _LOWEST_PORT, _HIGHEST_PORT = 12_000, 22_000
 _START_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
 
 
 class WeedError(RuntimeError):
@@ -82,13 +83,18 @@ class WeedServer:
         raise WeedError(f"SeaweedFS did not start; its output is in {self._directory / 'weed.log'}")
 
     async def keep_running(self) -> None:
-        """Start the store again whenever it ends without being asked to; until it is stopped, or cannot be started."""
-        while self._process is not None:
-            code = await self._process.wait()
-            if self._stopping:
-                return
-            _log.warning("SeaweedFS ended with code %s; it is started again", code)
-            await self.start()
+        """Start the store again whenever it ends without being asked to; until this is cancelled, or it is stopped."""
+        while not self._stopping:
+            if self._process is not None:
+                code = await self._process.wait()
+                if self._stopping:
+                    return
+                _log.warning("SeaweedFS ended with code %s; it is started again", code)
+            try:
+                await self.start()
+            except WeedError:
+                _log.exception("SeaweedFS cannot be started again; trying on")
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def clear(self) -> int:
         """Delete every object and every unfinished upload of the bucket; return how many objects there were."""
