@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -258,7 +258,7 @@ def _first_line(function: object) -> str:
     return _cell((function.__doc__ or "").strip().splitlines()[0])
 
 
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/cli.md": cli_page,
     "docs/reference/environment.md": environment_page,
     "docs/reference/hooks.md": hooks_page,

@@ -23,7 +23,7 @@ from cwtrain_emulator.api.gateways import GATEWAYS
 from cwtrain_emulator.api.hot_loads import create_hot_load, list_hot_loads
 from cwtrain_emulator.api.service import Service
 from cwtrain_emulator.engine.safetensors import FormatError, parse_header
-from cwtrain_emulator.gateway.completion_request import parse_completion
+from cwtrain_emulator.gateway.completion_request import parse_chat, parse_completion
 from cwtrain_emulator.gateway.errors import GatewayError
 from cwtrain_emulator.keys import Keys
 from cwtrain_emulator.settings import Settings
@@ -41,7 +41,8 @@ _FIELDS = [
     "incrementalSnapshotMetadata", "previousSnapshotIdentity", "compressionFormat", "checksumFormat", "prompt", "n",
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "logprobs", "stream", "stream_options", "include_usage", "nvext", "cache_salt", "extra_fields", "echo",
-    "logit_bias",
+    "logit_bias", "messages", "role", "content", "text", "top_logprobs", "max_completion_tokens",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "tools", "skip_special_tokens",
 ]
 # fmt: on
 _VALUES = st.one_of(
@@ -118,12 +119,13 @@ def test_queries(service: Service, query: dict[str, str]) -> None:
 @_SETTINGS
 @given(body=_BODY)
 def test_completions(body: dict[str, Any]) -> None:
-    try:
-        asked = parse_completion(body)
-    except GatewayError as exc:
-        JsonResponse(exc.body)
-    else:
-        JsonResponse(asked.for_replica)
+    for parse in (parse_completion, parse_chat):
+        try:
+            asked = parse(body)
+        except GatewayError as exc:
+            JsonResponse(exc.body)
+        else:
+            JsonResponse(asked.for_replica)
 
 
 @_SETTINGS

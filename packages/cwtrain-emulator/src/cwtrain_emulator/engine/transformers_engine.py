@@ -317,10 +317,10 @@ class HfTokenizer:
             raise TextError("the model's tokenizer has no chat template")
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as exc:
-            # A template may raise what it likes; it is the conversation that does not suit it.
+            # A template may raise what it likes; it is the conversation, or an argument, that does not suit it.
             raise TextError(f"the chat template cannot be applied: {exc}") from exc
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _needed(self) -> None:
