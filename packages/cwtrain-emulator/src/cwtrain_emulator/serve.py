@@ -15,28 +15,23 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from cwtrain_emulator.admin import admin_routes
 from cwtrain_emulator.api.app import make_app
 from cwtrain_emulator.api.controller import Controller, replica_names
-from cwtrain_emulator.api.edge import Edge
 from cwtrain_emulator.api.service import Service, gateway_zones
 from cwtrain_emulator.control import RUNNING_FILE, control_routes
 from cwtrain_emulator.faults import FaultBook
-from cwtrain_emulator.gateway.app import Gateway, gateway_app, gateway_routes
+from cwtrain_emulator.gateway.app import Gateway, gateway_routes
 from cwtrain_emulator.gateway.routing import Router
-from cwtrain_emulator.http_faults import Faulty, HangUpProtocol
 from cwtrain_emulator.keys import Keys, write_private
-from cwtrain_emulator.page.activity import Activity, LogProblems, Watched
+from cwtrain_emulator.listeners import PortListeners, bind
+from cwtrain_emulator.page.activity import Activity, LogProblems
 from cwtrain_emulator.page.routes import page_routes, page_url
 from cwtrain_emulator.replica.pool import Pool
-from cwtrain_emulator.s3.client import S3Client, S3Config, S3Error, credentials_from_env, is_loopback
+from cwtrain_emulator.s3.client import S3Client, S3Config, S3Error, credentials_from_env
 from cwtrain_emulator.s3.proxy import StoreProxy
 from cwtrain_emulator.s3.weed import WeedServer
 from cwtrain_emulator.settings import Settings
@@ -53,89 +48,6 @@ _PARENT_SECONDS = 1.0
 
 class ServeError(RuntimeError):
     """The emulator cannot start; the message says why."""
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals alone: several of them share this process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing; `serve` handles the signals."""
-        yield
-
-    def install_signal_handlers(self) -> None:
-        """Do nothing (older versions call this)."""
-
-
-class PortListeners:
-    """One server per port, on this event loop."""
-
-    def __init__(self, host: str, activity: Activity, faults: FaultBook) -> None:
-        self._host = host
-        self._faults = faults
-        self._activity = activity
-        self._gateway: Gateway | None = None
-        self._running: dict[str, tuple[_Server, asyncio.Task[None], int]] = {}
-
-    def attach(self, gateway: Gateway) -> None:
-        """Say what the gateways' ports serve."""
-        self._gateway = gateway
-
-    def open(self, gateway_id: str, preferred_port: int | None) -> int:
-        """Listen for a gateway, if that is not done already, and return the port."""
-        if gateway_id not in self._running:
-            assert self._gateway is not None
-            self.listen(gateway_id, gateway_app(self._gateway, gateway_id), bind(self._host, preferred_port))
-        return self._running[gateway_id][2]
-
-    def close(self, gateway_id: str) -> None:
-        """Listen for it no more."""
-        running = self._running.pop(gateway_id, None)
-        if running is not None:
-            running[0].should_exit = True
-
-    def listen(self, name: str, app: ASGIApp, sock: socket.socket) -> None:
-        """Serve `app` on a bound socket."""
-        config = uvicorn.Config(
-            Edge(Watched(Faulty(app, self._faults), self._activity), loopback_only=is_loopback(self._host)),
-            http=HangUpProtocol,
-            proxy_headers=False,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            ws="none",
-            timeout_graceful_shutdown=1,
-            server_header=False,
-        )
-        server = _Server(config)
-        task = asyncio.create_task(server.serve(sockets=[sock]))
-        self._running[name] = (server, task, sock.getsockname()[1])
-
-    async def stop(self) -> None:
-        """End all servers, open connections included."""
-        running = list(self._running.values())
-        self._running.clear()
-        for server, _, _ in running:
-            server.should_exit = server.force_exit = True
-        await asyncio.gather(*(task for _, task, _ in running), return_exceptions=True)
-
-
-def bind(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket: on `port`, if one is given and it is free, else on any."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in [port, 0] if port else [0]:
-        # The protocol is named because asyncio turns Nagle's algorithm off only where it is.
-        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        if os.name == "posix":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, candidate))
-            sock.listen(2048)
-        except OSError:
-            sock.close()
-            continue
-        return sock
-    raise ServeError(f"cannot listen on {host}")
 
 
 def lock_state_dir(state_dir: Path) -> IO[str] | None:
@@ -375,7 +287,11 @@ async def _serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> No
     _stop_on_signals(stop)
     if watch_stdin:
         _stop_at_end_of_stdin(stop)
-    emulator = _Emulator(settings, _listening_socket(settings))
+    try:
+        listening = _listening_socket(settings)
+    except OSError as exc:
+        raise ServeError(str(exc)) from exc
+    emulator = _Emulator(settings, listening)
     starting = asyncio.create_task(emulator.start())
     stopping = asyncio.create_task(stop.wait())
     try:
