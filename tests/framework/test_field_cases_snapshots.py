@@ -18,7 +18,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("case", "target"),
-    [("ckpt_dirs", "inspect_directory"), ("st_files", "open_file"), ("delta_chain", "verify_on_base")],
+    [
+        ("ckpt_dirs", "inspect_directory"),
+        ("st_files", "open_file"),
+        ("delta_chain", "verify_on_base"),
+        ("delta_chain", "mirror_on_base"),
+    ],
 )
 def test_field_case(tmp_path, case, target):
     keep = [] if case == "st_files" else ["--keep", str(tmp_path)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
+from cwtrain.hotload import WeightMirror
 from cwtrain.snapshots import inspect_snapshot, read_header
 
 
@@ -18,3 +22,16 @@ def open_file(path: str) -> None:
 def verify_on_base(base: str, delta: str) -> None:
     """`delta_chain`: a delta directory on a full checkpoint."""
     inspect_snapshot(delta, verify="full", base=base)
+
+
+def mirror_on_base(base: str, delta: str) -> None:
+    """`delta_chain`: a mirror made of a full checkpoint `full_N`, and a delta applied to it."""
+    version = os.path.basename(base).removeprefix("full_")
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        WeightMirror.create(base, os.path.join(directory, "m"), version=version, workers=1) as mirror,
+    ):
+        try:
+            mirror.apply_delta(delta)
+        finally:
+            mirror.verify()

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from cwtrain.hotload._mirror_disk import Disk
@@ -73,64 +74,64 @@ class CountingDisk(Disk):
         with self._lock:
             self.calls[name] += 1
 
-    def open(self, path, *, create=False):
+    def open(self, path: str, *, create: bool = False) -> int:
         self.step("open")
         return super().open(path, create=create)
 
-    def write(self, fd, views, offset):
+    def write(self, fd: int, views: Sequence[bytes | memoryview], offset: int) -> None:
         self.step("write")
         with self._lock:
             self.written += sum(map(len, views))
         super().write(fd, views, offset)
 
-    def truncate(self, fd, size):
+    def truncate(self, fd: int, size: int) -> None:
         self.step("truncate")
         super().truncate(fd, size)
 
-    def clone(self, source, target):
+    def clone(self, source: int, target: int) -> bool:
         self.step("clone")
         return super().clone(source, target)
 
-    def copy_range(self, source, target, offset, length):
+    def copy_range(self, source: int, target: int, offset: int, length: int) -> None:
         self.step("copy_range")
         super().copy_range(source, target, offset, length)
 
-    def fsync(self, fd):
+    def fsync(self, fd: int) -> None:
         self.step("fsync")
         super().fsync(fd)
 
-    def fsync_directory(self, path):
+    def fsync_directory(self, path: str) -> None:
         self.step("fsync_directory")
         super().fsync_directory(path)
 
-    def rename(self, source, target):
+    def rename(self, source: str, target: str) -> None:
         self.step("rename")
         super().rename(source, target)
 
-    def mkdir(self, path):
+    def mkdir(self, path: str) -> None:
         self.step("mkdir")
         super().mkdir(path)
 
-    def symlink(self, leads_to, path):
+    def symlink(self, leads_to: str, path: str) -> None:
         self.step("symlink")
         super().symlink(leads_to, path)
 
-    def link(self, source, path):
+    def link(self, source: str, path: str) -> None:
         self.step("link")
         super().link(source, path)
 
-    def remove(self, path):
+    def remove(self, path: str) -> None:
         self.step("remove")
         super().remove(path)
 
-    def remove_tree(self, path):
+    def remove_tree(self, path: str) -> None:
         self.step("remove_tree")
         super().remove_tree(path)
 
-    def free_bytes(self, path):
+    def free_bytes(self, path: str) -> int:
         return super().free_bytes(path) if self.free is None else self.free
 
-    def boot_id(self):
+    def boot_id(self) -> str:
         return self.boot
 
 
@@ -146,7 +147,7 @@ class DyingDisk(CountingDisk):
         if name != "write" and self.calls.total() == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(self, fd, views, offset):
+    def write(self, fd: int, views: Sequence[bytes | memoryview], offset: int) -> None:
         self.step("write")
         if self.calls.total() == self._at:
             data = b"".join(views)
