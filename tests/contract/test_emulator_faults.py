@@ -78,6 +78,12 @@ def test_a_rule_counts_what_it_sees_and_what_it_strikes(service: Api, faults: Fa
     assert faults.all() == []
 
 
+def test_faults_end_before_the_deployment_of_the_test(faults: Faults, deployment: dict[str, Any]) -> None:
+    """The fixture `deployment`, asked for last, is taken down first."""
+    assert deployment["status"]["status"] == "STATUS_READY"
+    faults.add("api", "drop")
+
+
 def test_chance_is_drawn_from_a_seed(service: Api, faults: Faults) -> None:
     runs = []
     for _ in range(2):
