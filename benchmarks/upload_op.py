@@ -21,22 +21,14 @@ from urllib.parse import urlsplit
 PART = 64 << 20
 
 
-def cwtrain_upload(who: str, directory: str, endpoint: str, ca_bundle: str, identity: str) -> Callable[[], Any]:
+def cwtrain_upload(directory: str, endpoint: str, ca_bundle: str, identity: str) -> Callable[[], Any]:
     """Return the upload as users call it."""
     from cwtrain.hotload import inspect_snapshot, upload_snapshot
+    from cwtrain.infra import s3_client
 
     keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "US-EAST-04A"}
     verify = {"verify": ca_bundle} if ca_bundle else {}
-    if who == "ours":
-        from cwtrain.infra import s3_client
-
-        client: Any = s3_client(endpoint, **keys, **verify)
-    else:
-        import boto3
-        from botocore.config import Config
-
-        config = Config(max_pool_connections=64, s3={"addressing_style": "path"})
-        client = boto3.client("s3", endpoint_url=endpoint, config=config, **keys, **verify)
+    client: Any = s3_client(endpoint, **keys, **verify)
     snapshot = inspect_snapshot(directory)
     client.list_objects_v2(Bucket="bench", Prefix="nothing")
     return lambda: upload_snapshot(snapshot, bucket="bench", identity=identity, s3=client)
@@ -72,7 +64,7 @@ def main(who: str, directory: str, endpoint: str, ca_bundle: str, identity: str)
     if who == "floor":
         operation = floor_upload(directory, endpoint, identity)
     else:
-        operation = cwtrain_upload(who, directory, endpoint, ca_bundle, identity)
+        operation = cwtrain_upload(directory, endpoint, ca_bundle, identity)
     before, began = os.times(), time.perf_counter()
     operation()
     wall, after = time.perf_counter() - began, os.times()

@@ -39,23 +39,19 @@ class Sink:
             del buffer[: end + 4]
             method, target, _ = first.split(" ")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-            length = int(headers.get("content-length", 0))
             if headers.get("expect"):
                 sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            kept, left = bytearray(), length
-            if buffer:
-                part = buffer[:left]
-                del buffer[:left]
-                left -= len(part)
-                if length <= KEPT_BYTES:
-                    kept += part
-            while left:
-                size = sock.recv_into(scratch[: min(left, BLOCK)])
-                if not size:
+            kept = bytearray()
+            if headers.get("transfer-encoding") == "chunked":
+                while chunk := int(_line(sock, buffer), 16):
+                    if not _drop(sock, buffer, scratch, chunk + 2, None):
+                        return
+                _line(sock, buffer)
+                length = int(headers.get("x-amz-decoded-content-length", 0))
+            else:
+                length = int(headers.get("content-length", 0))
+                if not _drop(sock, buffer, scratch, length, kept if length <= KEPT_BYTES else None):
                     return
-                if length <= KEPT_BYTES:
-                    kept += scratch[:size]
-                left -= size
             with self.lock:
                 status, extra, body = self.answer(method, target, headers, length, bytes(kept))
             head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in extra.items())
@@ -103,6 +99,34 @@ class Sink:
             return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
         size, metadata, body = self.objects[key]
         return 200, {**metadata, "Content-Length": str(size if method == "HEAD" else len(body))}, body
+
+
+def _line(sock: socket.socket, buffer: bytearray) -> bytes:
+    while (end := buffer.find(b"\r\n")) < 0:
+        block = sock.recv(65536)
+        if not block:
+            raise ConnectionError("the client hung up")
+        buffer += block
+    line = bytes(buffer[:end])
+    del buffer[: end + 2]
+    return line
+
+
+def _drop(sock: socket.socket, buffer: bytearray, scratch: memoryview, left: int, kept: bytearray | None) -> bool:
+    """Take ``left`` bytes off the connection, into ``kept`` if there is one; False when the client hung up."""
+    part = buffer[:left]
+    del buffer[:left]
+    left -= len(part)
+    if kept is not None:
+        kept += part
+    while left:
+        size = sock.recv_into(scratch[: min(left, BLOCK)])
+        if not size:
+            return False
+        if kept is not None:
+            kept += scratch[:size]
+        left -= size
+    return True
 
 
 def main(arguments: list[str]) -> None:
