@@ -110,3 +110,16 @@ def test_a_mirror_gives_way_only_to_a_whole_one(tmp_path, published, store):
         assert mirror.version == "000001"
         assert sf.read_checkpoint(mirror.path) == published[0][1]
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_mirror_itself_is_what_cuts_a_chain(tmp_path, published, store):
+    with WeightMirror.from_bucket(tmp_path / "m", store=store, location=LOCATION, identity="run-d2") as mirror:
+        snapshot = inspect_snapshot(mirror.snapshot_path)
+        report = upload_with_manifest(snapshot, store=store, location=LOCATION, identity="run-d2-full")
+        assert {name for name in report.uploaded if "/" in name or name.startswith(".")} == set()
+        sums = mirror.checksums
+    with WeightMirror.from_bucket(
+        tmp_path / "n", store=store, location=LOCATION, identity="run-d2-full", version="000002"
+    ) as copy:
+        assert copy.checksums == sums
+        assert sf.read_checkpoint(copy.path) == published[0][2]

@@ -17,7 +17,6 @@ import os
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,16 +27,16 @@ import attrs
 
 from cwtrain.errors import MirrorDamagedError, MirrorError, SnapshotChainError, SnapshotError
 from cwtrain.hotload._mirror_disk import Disk
-from cwtrain.hotload._mirror_files import HIDDEN, REBUILD, Layout, Shard, digest, read_shard
+from cwtrain.hotload._mirror_files import REBUILD, Layout, Shard, read_shard
 from cwtrain.hotload._mirror_lock import MirrorLock
+from cwtrain.hotload._mirror_make import delta_checksums, replacing, settle
 from cwtrain.hotload._mirror_slots import SlotWriter, missing_bytes
-from cwtrain.hotload._mirror_state import ShardState, State, load_state, save_state
+from cwtrain.hotload._mirror_state import State, load_state, save_state
 from cwtrain.hotload.delta import DeltaStats, write_delta_between, write_full_snapshot
 from cwtrain.snapshots._parallel import worker_count
 from cwtrain.snapshots._write import staged_directory
 from cwtrain.snapshots.changes import DeltaDirectory, open_delta
 from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, open_checkpoint
-from cwtrain.snapshots.header import read_header
 from cwtrain.snapshots.identity import version_number
 from cwtrain.snapshots.manifest import ObjectSum, build_manifest
 from cwtrain.snapshots.verify import raise_wrong
@@ -149,9 +148,9 @@ class WeightMirror:
         """
         disk = disk or Disk()
         target = os.path.realpath(os.fspath(root))
-        with _replacing(target, replace) as place, staged_directory(place) as stage:
+        with replacing(target, replace) as place, staged_directory(place) as stage:
             write_full_snapshot(base, os.path.join(stage, "full"), checksums, workers=workers, on_progress=on_progress)
-            _settle(disk, stage, str(version))
+            settle(disk, stage, str(version))
         return cls(target, workers=workers, in_place=in_place, disk=disk)
 
     @classmethod
@@ -180,7 +179,7 @@ class WeightMirror:
 
         target = os.path.realpath(os.fspath(root))
         chain = resolve_chain(store, location, identity)
-        with _replacing(target, True) as place:
+        with replacing(target, True) as place:
             work = f"{place}.download"
             try:
                 for number, link in enumerate(chain):
@@ -315,7 +314,7 @@ class WeightMirror:
                 return stats
             with self._writing(shards, frozenset(base.tensors)) as writer:
                 stats = write(writer)
-                checksums = _delta_checksums(out)
+                checksums = delta_checksums(out)
                 done = writer.finish(checksums, frozenset(checksums))
             self._switch(stats.version, done)
             return stats
@@ -541,70 +540,3 @@ class WeightMirror:
 def _same_version(one: str, two: str) -> bool:
     numbers = version_number(one), version_number(two)
     return one == two or (numbers[0] is not None and numbers[0] == numbers[1])
-
-
-def _delta_checksums(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the checksums of a delta that was just written."""
-    checksums: dict[str, str] = {}
-    for name in sorted(os.listdir(path)):
-        if name.endswith(".safetensors"):
-            header = read_header(os.path.join(path, name))
-            checksums.update((tensor, header.metadata[tensor]) for tensor in header.tensors)
-    return checksums
-
-
-def _settle(disk: Disk, stage: str, version: str) -> None:
-    """Turn the full snapshot in ``stage/full`` into a mirror in ``stage``."""
-    layout = Layout(stage)
-    full = os.path.join(stage, "full")
-    names = sorted(os.listdir(full))
-    shards = [name for name in names if name.endswith(".safetensors")]
-    os.mkdir(layout.hidden)
-    layout.make(disk, shards)
-    states: dict[str, ShardState] = {}
-    for name in names:
-        path = layout.shard(name, "a") if name in shards else os.path.join(stage, name)
-        os.rename(os.path.join(full, name), path)
-        if name in shards:
-            with open(path, "rb") as file:
-                head = file.read(read_header(path).data_start)
-            with open(layout.shard(name, "b"), "xb"):
-                pass  # its entry is on the disk with the mirror, so no version has to sync a directory
-            states[name] = ShardState(slot="a", head=digest(head))
-    os.rmdir(full)
-    state = State(version=version, serial=1, boot_id=disk.boot_id(), shards=states)
-    save_state(disk, layout.state, state)
-    layout.show(disk, state)
-    for name in ("a", "b", "view-a", "view-b", ""):
-        disk.fsync_directory(os.path.join(layout.hidden, name))
-
-
-@contextmanager
-def _replacing(target: str, replace: bool) -> Iterator[str]:
-    """Give where to make a new mirror, which becomes ``target`` at the end. One that is there is held until then."""
-    hidden = os.path.join(target, HIDDEN)
-    there = os.path.isdir(hidden)
-    if there and not replace:
-        raise MirrorError(
-            f"{target}: there is a mirror already",
-            hint="open it with WeightMirror(root), or replace it: WeightMirror.create(base, root, replace=True)",
-        )
-    if not there and os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise SnapshotError(f"{target}: exists and is not an empty directory", hint="give a new directory")
-    lock = MirrorLock(target, hidden) if there else None
-    parent, name = os.path.split(target)
-    tag = uuid.uuid4().hex[:8]
-    new, old = (os.path.join(parent, f".{name}.{tag}.{what}") for what in ("new", "old"))
-    try:
-        yield new
-        if there:
-            os.rename(target, old)
-        os.rename(new, target)  # also onto an empty directory
-        Disk().fsync_directory(parent)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            lock.release()
-    shutil.rmtree(old, ignore_errors=True)
