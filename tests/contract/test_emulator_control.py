@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from cwtrain_emulator.control_client import Control, ControlError
-from cwtrain_emulator.emulator import Emulator
+from cwtrain_emulator.emulator import Emulator, EmulatorError
 from cwtrain_emulator.pytest_plugin import Bucket
 from helpers import tiny_delta
 from helpers.conformance import bucket_of, put_snapshot
@@ -366,3 +367,13 @@ def test_a_store_of_others(seaweedfs_server: S3Server, tiny_model: Files) -> Non
         prefix = made["spec"]["hotLoad"]["pathPrefix"]
         assert store.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["KeyCount"] == len(tiny_model) + 2
         api.close()
+
+
+def test_a_start_that_fails_says_why() -> None:
+    """Also with temporary state, which is gone by the time the log is asked for."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EmulatorError, match=f"port {port} on 127.0.0.1 is taken"):
+            Emulator(port=port).start()

@@ -83,7 +83,7 @@ class Emulator:
         assert state_dir is not None
         state_dir.mkdir(parents=True, exist_ok=True)
         options = [*self._options, *(["--discard-state"] if self._temporary else [])]
-        self._log = open(state_dir / "serve.log", "ab")  # noqa: SIM115
+        self._log = open(state_dir / "serve.log", "a+b")  # noqa: SIM115
         command = [sys.executable, "-m", "cwtrain_emulator", "serve", "--watch-stdin", f"--state-dir={state_dir}"]
         self._process = subprocess.Popen(
             [*command, *options],
@@ -235,5 +235,10 @@ class Emulator:
 
     def _log_end(self) -> str:
         assert self._log is not None
-        text = Path(self._log.name).read_text(errors="replace").strip()
+        # Through the open file: a start that fails with temporary state has deleted its directory already.
+        text = (
+            os.pread(self._log.fileno(), 1 << 20, max(0, os.fstat(self._log.fileno()).st_size - (1 << 20)))
+            .decode(errors="replace")
+            .strip()
+        )
         return f"; the end of its log:\n{text[-2000:]}" if text else ""
