@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import cwtrain.hotload._mirror_in_place
 import cwtrain.snapshots._convert  # noqa: F401 - loaded once, here, and not in each process
 from cwtrain.errors import SnapshotError
 from cwtrain.hotload import WeightMirror, inspect_snapshot
@@ -155,13 +156,21 @@ def every_step(kind: str, work: Path, chains: Chains, ends: Counter[str]) -> Non
                 mirror.apply_delta(chain / f"d{number}")
 
     attempt(make)
+    undo = KINDS[kind].get("killed_at", NEVER)
+    if undo != NEVER:
+        assert not attempt(lambda: update(template, chain, start + 1, in_place=True, one_pass=False, at=undo))
     step, done = 0, False
     while not done:
         step += 1
         root = work / "each"
         shutil.copytree(template, root, symlinks=True)
         at = step
-        done = attempt(lambda: update(root, chain, start + 1, in_place=in_place, one_pass=one_pass, at=at))  # noqa: B023
+        if undo != NEVER:
+            done = attempt(lambda: WeightMirror(root, workers=2, disk=DyingDisk(at)).close())  # noqa: B023
+            for again in (at // 2, at // 3, at - 1):
+                attempt(lambda: WeightMirror(root, workers=2, disk=DyingDisk(again)).close())  # noqa: B023
+        else:
+            done = attempt(lambda: update(root, chain, start + 1, in_place=in_place, one_pass=one_pass, at=at))  # noqa: B023
         reached = check(root, models, {start, start + 1})
         ends["finished" if done else "killed: new" if reached > start else "killed: old"] += 1
         for path in work.glob("*each*"):
@@ -220,8 +229,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "next": {"start": 1, "in_place": False, "one_pass": False},
     "in-place": {"start": 1, "in_place": True, "one_pass": False},
     "one-pass": {"start": 1, "in_place": False, "one_pass": True},
+    "undo": {"start": 1, "in_place": True, "one_pass": False, "killed_at": 36},
 }
-"""Kinds of updates: of a new mirror, of one with both slots, without room for them, and while the delta is written."""
+"""Kinds of updates: of a new mirror, of one with both slots, without room for them, while the delta is written; and
+the opening of a mirror whose update in place was killed."""
 
 
 Seed = Callable[[int, Path, Chains, "Counter[str]"], None]

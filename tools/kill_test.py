@@ -74,7 +74,7 @@ def main() -> int:
         command.add_argument("--first", type=int, default=0)
         command.set_defaults(run=run)
     command = commands.add_parser("steps")
-    command.add_argument("--kind", action="append", choices=["first", "next", "in-place", "one-pass"])
+    command.add_argument("--kind", action="append", choices=["first", "next", "in-place", "one-pass", "undo"])
     command.set_defaults(run=run_mirror)
     options = parser.parse_args()
     code: int = options.run(options)

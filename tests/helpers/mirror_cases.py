@@ -88,6 +88,10 @@ class CountingDisk(Disk):
         self.step("truncate")
         super().truncate(fd, size)
 
+    def allocate(self, fd: int, size: int) -> None:
+        self.step("allocate")
+        super().allocate(fd, size)
+
     def clone(self, source: int, target: int) -> bool:
         self.step("clone")
         return super().clone(source, target)

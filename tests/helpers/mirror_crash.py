@@ -62,6 +62,9 @@ class RecordingDisk(CountingDisk):
         self.calls_made.append(("truncate", self._ours(fd), size))
         super().truncate(fd, size)
 
+    def allocate(self, fd, size):
+        self.truncate(fd, size)
+
     def clone(self, source, target):
         return False
 

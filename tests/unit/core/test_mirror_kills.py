@@ -13,12 +13,14 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "kill_test.py"
     "arguments",
     [
         ["mirror", "--seeds", "12"],
+        ["mirror", "--seeds", "1", "--first", "66"],  # half a head of a slot, before another one's bytes
         ["full", "--seeds", "12"],
         ["steps", "--kind", "next"],
         ["steps", "--kind", "in-place"],
         ["steps", "--kind", "one-pass"],
+        ["steps", "--kind", "undo"],
     ],
-    ids=["mirror", "full", "every-step", "every-step-in-place", "every-step-one-pass"],
+    ids=["mirror", "torn-slot", "full", "every-step", "every-step-in-place", "every-step-one-pass", "every-step-undo"],
 )
 def test_nothing_is_wrong_whenever_it_is_killed(tmp_path, arguments):
     told = subprocess.run(

@@ -31,6 +31,16 @@ class Disk:
         """Give the file this size."""
         os.ftruncate(fd, size)
 
+    def allocate(self, fd: int, size: int) -> None:
+        """Give the file this size, with room on the disk for all of it: far cheaper to write than a sparse file."""
+        os.ftruncate(fd, size)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
+                os.ftruncate(fd, 0)  # give back what was got
+                raise
+
     def clone(self, source: int, target: int) -> bool:
         """Make ``target`` share all blocks of ``source``; False where the file system cannot."""
         try:

@@ -41,7 +41,7 @@ from cwtrain.snapshots.checkpoint import Checkpoint, Tensor
 __all__ = ["HeldTensor", "InPlaceWriter", "is_pending", "undo"]
 
 _RECORD = struct.Struct("<4sIQQI")  # of a log: magic, shard, offset, length, Adler-32 of the record so far
-_SLOT = struct.Struct("<4sIQQI")  # of a slot: magic, shard, offset, length, Adler-32 of the bytes that follow
+_SLOT = struct.Struct("<4sIQQI")  # of a slot: direction, shard, offset, length, Adler-32 of these and the old bytes
 _LOG, _FORWARD, _BACK = b"done", b"new ", b"old "
 
 
@@ -146,17 +146,23 @@ class _Journal:
         before: Sequence[bytes | memoryview],
     ) -> None:
         """Write ``after`` over ``before``, so that it can be undone whenever it stops."""
-        length, checksum = 0, 1
+        length = sum(map(len, before))
+        head = _slot_head(direction, shard, offset, length)
+        checksum = adler32(head)
         for view in before:
-            length += len(view)
             checksum = adler32(view, checksum)
-        self._disk.write(self._slot, [_SLOT.pack(direction, shard, offset, length, checksum), *before], 0)
+        self._disk.write(self._slot, [head, checksum.to_bytes(4, "little"), *before], 0)
         self._disk.write(fd, after, offset)
         self._disk.write(self._log, [_record(shard, offset, length)], self._end)
         self._end += _RECORD.size
 
     def close(self) -> None:
         self._disk.close([self._slot, self._log])
+
+
+def _slot_head(direction: bytes, shard: int, offset: int, length: int) -> bytes:
+    """Return what a slot begins with, up to its checksum, which covers it: half a new head and old data are nothing."""
+    return _SLOT.pack(direction, shard, offset, length, 0)[:-4]
 
 
 def _record(shard: int, offset: int, length: int) -> bytes:
@@ -248,7 +254,7 @@ def _restore(disk: Disk, path: str, fds: Sequence[int], done: set[_Range], back:
             return
         direction, shard, offset, length, checksum = _SLOT.unpack(raw)
         data = file.read(length)
-    if len(data) != length or adler32(data) != checksum or direction not in (_FORWARD, _BACK):
+    if len(data) != length or adler32(data, adler32(raw[:-4])) != checksum or direction not in (_FORWARD, _BACK):
         return  # not whole, so the shard was not touched yet
     if (shard, offset, length) not in (done if direction == _FORWARD else back):
         disk.write(fds[shard], [data], offset)

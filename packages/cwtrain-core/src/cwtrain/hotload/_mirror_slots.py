@@ -7,6 +7,7 @@ written. Where there is no file yet, it begins as a clone of the current one (re
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from cwtrain.hotload._mirror_disk import Disk
@@ -39,6 +40,8 @@ class SlotWriter:
     def __init__(self, disk: Disk, layout: Layout, shards: Sequence[Shard], written: frozenset[str]) -> None:
         self._disk, self._layout, self._shards, self._written = disk, layout, shards, written
         self._fds: dict[str, int] = {}  # path of the current file -> descriptor of the next one
+        # The kernel lets one writer into a file at a time, and has the others spin: waiting here costs nothing.
+        self._locks = {shard.header.path: threading.Lock() for shard in shards}
         self._entered: set[str] = set()  # directories with new entries
 
     def prepare(self) -> None:
@@ -60,10 +63,10 @@ class SlotWriter:
         source = os.open(shard.header.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != size:
-                cloned = self._disk.clone(source, fd)
-                self._disk.truncate(fd, size)
-                if cloned:
+                if self._disk.clone(source, fd):
+                    self._disk.truncate(fd, size)
                     return
+                self._disk.allocate(fd, size)
             begin = end = 0
             for tensor in shard.tensors():
                 if tensor.name in self._written or (missing is not None and tensor.name not in missing):
@@ -91,7 +94,9 @@ class SlotWriter:
 
     def write(self, tensor: Tensor, start: int, new: Sequence[memoryview], old: Sequence[memoryview]) -> None:
         """Write new bytes."""
-        self._disk.write(self._fds[tensor.file.path], new, tensor.offset + start)
+        path = tensor.file.path
+        with self._locks[path]:
+            self._disk.write(self._fds[path], new, tensor.offset + start)
 
     def finish(self, checksums: Mapping[str, str], changed: frozenset[str]) -> dict[str, Shard]:
         """Write the headers, sync each shard that has a tensor of ``changed``, and return all as they are then."""
