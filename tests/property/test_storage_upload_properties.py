@@ -26,9 +26,10 @@ FILE_BYTES = 500
     ranges=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 100)), max_size=5),
     part_bytes=st.integers(1, 200),
     reads=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    known=st.booleans(),
 )
 def test_parts_of_any_object_make_the_whole(
-    head: bytes, ranges: list[tuple[int, int]], part_bytes: int, reads: list[int]
+    head: bytes, ranges: list[tuple[int, int]], part_bytes: int, reads: list[int], known: bool
 ) -> None:
     data = noise(1, FILE_BYTES)
     wanted = head + b"".join(data[offset : offset + length] for offset, length in ranges)
@@ -46,9 +47,10 @@ def test_parts_of_any_object_make_the_whole(
             mtime_ns=about.st_mtime_ns,
             inode=about.st_ino,
             device=about.st_dev,
+            sha256=sha256(wanted) if known else None,
         )
         source = Source(file, part_bytes=part_bytes, stopped=threading.Event())
-        assert source.hash().sha256 == sha256(wanted)
+        assert source.learn().sha256 == sha256(wanted)
         sent = bytearray()
         for part in range(source.parts):
             with source.body(part, on_bytes=lambda count: None, block=7) as body:

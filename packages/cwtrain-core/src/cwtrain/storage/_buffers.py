@@ -28,7 +28,7 @@ class Buffers:
     A part may take one after ``after_bytes``, where sending takes ``slow`` times as long as reading and hashing.
     """
 
-    def __init__(self, budget_bytes: int = BUDGET_BYTES, *, after_bytes: int = 4 << 20, slow: float = 3.0) -> None:
+    def __init__(self, budget_bytes: int = BUDGET_BYTES, *, after_bytes: int = 8 << 20, slow: float = 6.0) -> None:
         self.after_bytes = after_bytes
         self.slow = slow
         self._budget = budget_bytes
