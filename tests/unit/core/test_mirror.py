@@ -288,6 +288,23 @@ def test_manifest_and_copy(tmp_path, chain):
 
 
 @MODES
+def test_b15_b27_other_tensors_are_refused_by_name(tmp_path, chain, in_place):
+    """B15, B27: packed experts, another dtype of the same size: both sides are named, and nothing is written."""
+    _, models = chain
+    sf.write_full(tmp_path / "v0", *shards(models[0]))
+    packed = {name: tensor for name, tensor in models[0].items() if name != "b.weight"}
+    sf.write_full(tmp_path / "packed", {**packed, "gate_up.weight": models[0]["b.weight"]})
+    sf.write_full(tmp_path / "cast", {**models[0], "a.scale": ("I32", [], models[0]["a.scale"][2])})
+    with WeightMirror.create(tmp_path / "v0", tmp_path / "m", in_place=in_place) as mirror:
+        for name, said in (("packed", r"b\.weight.*gate_up\.weight"), ("cast", r"I32 \[\].*F32|F32 \[\].*I32")):
+            with pytest.raises(SnapshotLayoutError, match=f"(?s){said}"):
+                mirror.write_delta(tmp_path / name, tmp_path / "d", version=1)
+            assert not (tmp_path / "d").exists()
+            assert mirror.version == "0"
+            assert sf.read_checkpoint(mirror.path) == models[0]
+
+
+@MODES
 def test_delta_and_mirror_in_one_pass(tmp_path, chain, in_place):
     _, models = chain
     for number in range(4):

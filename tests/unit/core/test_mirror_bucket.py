@@ -5,10 +5,10 @@ import json
 import attrs
 import pytest
 
-from cwtrain.errors import ChecksumError, SnapshotChainError, SnapshotError
+from cwtrain.errors import ChecksumError, SnapshotChainError, SnapshotError, StorageAccessError
 from cwtrain.hotload import WeightMirror, inspect_snapshot
 from cwtrain.hotload.upload import upload_with_manifest
-from cwtrain.storage import Location, MemoryStore
+from cwtrain.storage import Fault, Location, MemoryStore
 from helpers import snapshot_files as sf
 from helpers.mirror_cases import write_chain
 
@@ -54,7 +54,9 @@ def test_it_is_what_was_published(tmp_path, published, store, identity, version,
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_gaps_loops_and_damage_are_told(tmp_path, store):
+def test_b29_gaps_loops_and_damage_are_told(tmp_path, store):
+    """B29: a chain that is not whole is never replayed from its middle."""
+
     def fetch(identity="run-d3"):
         WeightMirror.from_bucket(tmp_path / "m", store=store, location=LOCATION, identity=identity).close()
 
@@ -97,6 +99,21 @@ def test_gaps_loops_and_damage_are_told(tmp_path, store):
     with pytest.raises(SnapshotChainError, match="run-d9 cannot be fetched: it has no manifest"):
         fetch("run-d9")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_b19_credentials_that_run_out_leave_the_mirror_as_it_was(tmp_path, published):
+    """B19: whatever the store raises comes through, the old mirror stays, and the same call works once they are new."""
+    expired = StorageAccessError("the credentials have expired (ExpiredToken)", code="ExpiredToken", status=403)
+    store = MemoryStore(faults=[Fault(call="stream", key="run-d2/model", error=expired)])
+    store.objects = dict(published[1])
+    WeightMirror.from_bucket(tmp_path / "m", store=store, location=LOCATION, identity="run-d1").close()
+    with pytest.raises(StorageAccessError, match="ExpiredToken"):
+        WeightMirror.from_bucket(tmp_path / "m", store=store, location=LOCATION, identity="run-d3")
+    with WeightMirror(tmp_path / "m") as mirror:
+        assert mirror.version == "000001"
+    with WeightMirror.from_bucket(tmp_path / "m", store=store, location=LOCATION, identity="run-d3") as mirror:
+        assert sf.read_checkpoint(mirror.path) == published[0][3]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_mirror_gives_way_only_to_a_whole_one(tmp_path, published, store):
