@@ -37,15 +37,14 @@ def phase(read_offset: int, write_offset: int | None = None) -> int:
 
 
 class Lane:
-    """A buffer that holds one read: parts one after the other, each beginning on a whole word."""
+    """A buffer that holds one read: parts of a chunk together, one after the other, each beginning on a whole word."""
 
-    def __init__(self, size: int) -> None:
-        raw = np.empty(size + 2 * PAGE_BYTES, np.uint8)
+    def __init__(self, chunk_bytes: int) -> None:
+        raw = np.empty(chunk_bytes + MAX_PARTS * WORD_BYTES + 2 * PAGE_BYTES, np.uint8)
         start = -raw.ctypes.data % PAGE_BYTES
         self._raw: Bytes = raw[start:]
         self._address = int(self._raw.ctypes.data)
         self._view = self._raw.data
-        self.capacity = size
         self.data: Bytes = self._raw[:0]
         """The parts that were placed last, up to a whole word."""
         self.address = self._address
@@ -59,6 +58,8 @@ class Lane:
         end = positions[-1] + round_up(lengths[-1])
         self.data = self._raw[at : at + end]
         self.address = self._address + at
+        if len(lengths) == 1 and end == lengths[0]:
+            return [self._view[at : at + end]]
         views = []
         for length, position in zip(lengths, positions, strict=True):
             begin = at + position

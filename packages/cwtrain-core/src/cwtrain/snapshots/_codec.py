@@ -23,7 +23,16 @@ import zstandard
 from cwtrain.snapshots._adler import adler32, adler32_hex, combine
 from cwtrain.snapshots._buffers import Lane, phase, positions_of
 from cwtrain.snapshots._decoder import Decoder
-from cwtrain.snapshots._frames import BLOCK_BYTES, FRAME_END, Buffer, FrameError, chunk_blocks, frame_head, zero_blocks
+from cwtrain.snapshots._frames import (
+    BLOCK_BYTES,
+    FRAME_END,
+    SPARE_BYTES,
+    Buffer,
+    FrameError,
+    chunk_blocks,
+    frame_head,
+    zero_blocks,
+)
 from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, SequenceBuilder
 from cwtrain.snapshots._xor import count_nonzero, xor_into, xor_words
 from cwtrain.snapshots._zstd import LEVEL, Library, SequenceCompressor, address_of, encoder_library
@@ -78,8 +87,7 @@ class DiffWorker:
         """Return views for the old and the new bytes of each part, to be filled before ``diff``.
 
         The offsets are those in the files that they are read from, and that the new ones are written to, if they are:
-        copies are fastest when buffers are placed accordingly. The parts have at most a chunk together, each rounded up
-        to whole words.
+        copies are fastest when buffers are placed accordingly. The parts have at most a chunk together.
         """
         self._lengths, self._positions = lengths, positions_of(lengths)
         old = self._old.place(lengths, self._positions, phase(old_offset))
@@ -106,13 +114,12 @@ class _SequenceWorker(DiffWorker):
         super().__init__(chunk_bytes)
         self._builder = SequenceBuilder(chunk_bytes)
         self._compressor = SequenceCompressor(library)
-        self._target = bytearray(library.compressBound(chunk_bytes))
+        self._target = bytearray(library.compressBound(chunk_bytes) + SPARE_BYTES)
         self._address = address_of(self._target)
-        self._view = memoryview(self._target)
 
     def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
         found = self._builder.find(self._old.data, self._lengths, self._positions)
-        compress, capacity = self._compressor.compress, len(self._target)
+        compress, capacity = self._compressor.compress, len(self._target) - SPARE_BYTES
         records, source = self._builder.address, self._old.address
         diffs = []
         for checksum, length, position, (changed, first, count) in zip(
@@ -122,7 +129,7 @@ class _SequenceWorker(DiffWorker):
                 diffs.append(Diff(checksum, 0, None))
                 continue
             size = compress(self._address, capacity, records + first * RECORD_BYTES, count, source + position, length)
-            diffs.append(Diff(checksum, changed, chunk_blocks(self._view[:size])))
+            diffs.append(Diff(checksum, changed, chunk_blocks(self._target, size)))
         return diffs
 
 
@@ -210,11 +217,11 @@ class _SequenceCodec(Codec):
 def _compressed_zeros(library: Library, count: int) -> bytes:
     source = bytearray(count)
     records = bytearray(b"".join(value.to_bytes(4, "little") for value in (1, 1, count - 1, 0)))
-    target = bytearray(library.compressBound(count))
+    target = bytearray(library.compressBound(count) + SPARE_BYTES)
     compress = SequenceCompressor(library).compress
     matches = 1 if count > 3 else 0
     size = compress(address_of(target), len(target), address_of(records), matches, address_of(source), count)
-    return chunk_blocks(memoryview(target)[:size])
+    return chunk_blocks(target, size)
 
 
 @attrs.frozen

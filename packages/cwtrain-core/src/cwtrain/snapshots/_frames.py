@@ -31,9 +31,13 @@ FRAME_END = b"\x01\x00\x00"
 MAGIC = 0xFD2FB528
 MAX_HEADER_BYTES = 18
 
+SPARE_BYTES = 8
+"""How many bytes more than a chunk's frame its buffer must have."""
+
 _WINDOW_LOG_17 = (17 - 10) << 3
 _CHUNK_HEADER_BYTES = 6  # magic, descriptor, window: a frame without content size, dictionary and checksum
 _RLE = 1
+_WORD = struct.Struct("<I").unpack_from
 
 Buffer = bytes | bytearray | memoryview
 
@@ -109,15 +113,18 @@ def frame_head(content_bytes: int) -> bytes:
     return struct.pack("<IBBQ", MAGIC, 0xC0, _WINDOW_LOG_17, content_bytes)
 
 
-def chunk_blocks(frame: memoryview) -> bytes:
-    """Return the blocks of one compressed chunk, to stand before others in a frame. Changes ``frame`` in place."""
+def chunk_blocks(buffer: bytearray, length: int) -> bytes:
+    """Return the blocks of a compressed chunk, a frame of ``length`` bytes, to stand before others in a frame.
+
+    The frame lies at the begin of ``buffer``, which has a few bytes more, and is changed in place.
+    """
     position = _CHUNK_HEADER_BYTES
     while True:
-        word = frame[position] | frame[position + 1] << 8 | frame[position + 2] << 16
+        (word,) = _WORD(buffer, position)  # a block's header has 3 bytes; the fourth is cut off below
         if word & 1:
-            frame[position] &= 0xFE
-            return bytes(frame[_CHUNK_HEADER_BYTES:])
-        position += 3 + (1 if (word >> 1) & 3 == _RLE else word >> 3)
+            buffer[position] &= 0xFE
+            return bytes(memoryview(buffer)[_CHUNK_HEADER_BYTES:length])
+        position += 4 if word & 6 == _RLE << 1 else 3 + ((word & 0xFFFFFF) >> 3)
 
 
 def zero_blocks(count: int) -> bytes:

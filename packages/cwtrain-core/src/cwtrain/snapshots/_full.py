@@ -12,7 +12,7 @@ from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.snapshots._files import RegularFile
 from cwtrain.snapshots._sweep import Swept, sweep
 from cwtrain.snapshots._targets import FileTarget
-from cwtrain.snapshots._write import require_space, synced_file
+from cwtrain.snapshots._write import allocate, require_space, synced_file
 from cwtrain.snapshots.changes import Change
 from cwtrain.snapshots.checkpoint import Tensor
 from cwtrain.snapshots.header import build_header
@@ -52,7 +52,7 @@ def write_full(
             places[tensor.name] = (path, offset)
             offset += tensor.size_bytes
         with open(path, "xb") as file:
-            file.truncate(offset)
+            allocate(file.fileno(), offset)
     target = FileTarget(places)
     ordered = [tensor for tensors in shards.values() for tensor in tensors]
     try:

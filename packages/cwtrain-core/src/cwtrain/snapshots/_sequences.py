@@ -43,16 +43,12 @@ class Found(NamedTuple):
 
 _NOTHING = Found(0, 0, EQUAL)
 
+# For each mask of non-zero bytes of a word: the first of them, the one past the last, how many.
+_FIRST = np.array([max(0, (mask & -mask).bit_length() - 1) for mask in range(256)], np.int32)
+_PAST = np.array([mask.bit_length() for mask in range(256)], np.int32)
+_COUNT = np.array([mask.bit_count() for mask in range(256)], np.uint8)
 
-def _tables() -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-    """Return for each mask of non-zero bytes of a word: the first of them, the one past the last, how many."""
-    masks = range(256)
-    first = [(mask & -mask).bit_length() - 1 if mask else 0 for mask in masks]
-    past = [mask.bit_length() for mask in masks]
-    return np.array(first, np.int32), np.array(past, np.int32), np.array([m.bit_count() for m in masks], np.uint8)
-
-
-_FIRST, _PAST, _COUNT = _tables()
+_SPARSE = (0.04, 0.1)  # parts of non-zero words between which numpy's search for them has its slow spot
 
 
 class SequenceBuilder:
@@ -61,7 +57,9 @@ class SequenceBuilder:
     def __init__(self, chunk_bytes: int) -> None:
         words = chunk_bytes // WORD_BYTES + MAX_PARTS
         entries = words + MAX_PARTS
-        self._nonzero = np.empty(words, np.bool_)
+        self._flags = np.ones(words + words // 12, np.bool_)  # the last twelfth stays true, see _places
+        self._most = words
+        self._bytes = np.empty(words * WORD_BYTES, np.bool_)
         self._gathered = np.empty(words, np.uint64)
         self._base = np.empty(words, np.int32)
         self._ends = np.empty(entries, np.int32)
@@ -82,15 +80,27 @@ class SequenceBuilder:
         The records stay valid until the next call.
         """
         words = data.view(np.uint64)
-        nonzero = np.not_equal(words, 0, out=self._nonzero[: words.size])
-        where = np.flatnonzero(nonzero)
-        if not where.size:
+        begin = self._most - words.size
+        nonzero = np.not_equal(words, 0, out=self._flags[begin : self._most])
+        count = int(np.count_nonzero(nonzero))
+        if not count:
             return [_NOTHING] * len(lengths)
         if len(lengths) > 1:
-            return self._find_many(data, words, where, lengths, positions)
-        if where.size > DENSE * words.size:
+            return self._find_many(data, words, self._places(begin, count), lengths, positions)
+        if count > DENSE * words.size:
             return [Found(self._count(data), 0, 0)]
-        return [self._find_one(words, where, lengths[0])]
+        return [self._find_one(words, self._places(begin, count), lengths[0])]
+
+    def _places(self, begin: int, count: int) -> _Places:
+        """Return which of the flags from ``begin`` on are true; ``count`` of them are.
+
+        numpy looks for the next one with ``memchr`` where less than a tenth is true, which is slower than its other way
+        unless far less is. A few more at the end make it take the other way.
+        """
+        low, high = (share * (self._most - begin) for share in _SPARSE)
+        if low < count <= high:
+            return np.flatnonzero(self._flags[begin:])[:count]
+        return np.flatnonzero(self._flags[begin : self._most])
 
     def _find_one(self, words: _Words, where: _Places, length: int) -> Found:
         count = where.size
@@ -102,7 +112,9 @@ class SequenceBuilder:
         _FIRST.take(masks, out=run_to[:count], mode="clip")
         np.add(run_to[:count], base, out=run_to[:count])
         kept = self._write_records(run_from, run_to)
-        return Found(int(_COUNT.take(masks).sum(dtype=np.int64)), 0, kept.size)
+        gathered = self._gathered[:count].view(np.uint8)
+        changed = np.count_nonzero(np.not_equal(gathered, 0, out=self._bytes[: gathered.size]))
+        return Found(int(changed), 0, kept.size)
 
     def _find_many(
         self, data: Bytes, words: _Words, where: _Places, lengths: Sequence[int], positions: Sequence[int]
@@ -164,10 +176,5 @@ class SequenceBuilder:
         return kept
 
     def _count(self, data: Bytes) -> int:
-        """Return how many bytes are not zero, without a large temporary array."""
-        total = 0
-        step = self._nonzero.size
-        for start in range(0, data.size, step):
-            piece = data[start : start + step]
-            total += int(np.count_nonzero(np.not_equal(piece, 0, out=self._nonzero[: piece.size])))
-        return total
+        """Return how many bytes are not zero."""
+        return int(np.count_nonzero(np.not_equal(data, 0, out=self._bytes[: data.size])))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from cwtrain.snapshots._buffers import MAX_PARTS, round_up
+from cwtrain.snapshots._buffers import MAX_PARTS
 
 BATCH_BYTES = 4 << 20
 """How much a worker takes at once: so much that handing it over costs little, and so little that it can wait."""
@@ -32,25 +32,26 @@ def spans(
     *,
     adjacent: Callable[[int], bool],
     chunk_bytes: int,
-    alone: Callable[[int], bool] | None = None,
+    alone: Callable[[int], bool] = lambda number: False,
 ) -> Iterator[Span]:
-    """Yield the spans of tensors of these sizes; an empty tensor is one empty part.
+    """Yield the spans of tensors of these sizes, each of at most a chunk; an empty tensor is one empty part.
 
-    ``adjacent(n)`` says whether tensor n follows tensor n-1 directly in every file that is read or written;
-    ``alone(n)`` whether tensor n must not share a span.
+    Tensors are cut at multiples of the chunk, counted from their begin. ``adjacent(n)`` says whether tensor n follows
+    tensor n-1 directly in every file that is read or written, ``alone(n)`` whether tensor n must not share a span.
     """
     span: list[Part] = []
     room = chunk_bytes
     for number, size in enumerate(sizes):
         for start in range(0, max(size, 1), chunk_bytes):
             length = min(chunk_bytes, size - start)
-            follows = start > 0 or (number > 0 and adjacent(number))
-            apart = alone is not None and (alone(number) or bool(span and alone(span[-1].tensor)))
-            if span and (not follows or apart or room < round_up(length) or len(span) == MAX_PARTS):
-                yield tuple(span)
-                span, room = [], chunk_bytes
+            if span:
+                fits = length <= room and len(span) < MAX_PARTS
+                follows = start > 0 or adjacent(number)
+                if not (fits and follows) or alone(number) or alone(span[-1].tensor):
+                    yield tuple(span)
+                    span, room = [], chunk_bytes
             span.append(Part(number, start, length))
-            room -= round_up(length)
+            room -= length
     if span:
         yield tuple(span)
 

@@ -20,7 +20,15 @@ from typing import Any
 import zstandard
 
 from cwtrain.errors import ConfigError
-from cwtrain.snapshots._frames import FRAME_END, MAX_WINDOW_BYTES, FrameError, chunk_blocks, frame_head, zero_blocks
+from cwtrain.snapshots._frames import (
+    FRAME_END,
+    MAX_WINDOW_BYTES,
+    SPARE_BYTES,
+    FrameError,
+    chunk_blocks,
+    frame_head,
+    zero_blocks,
+)
 
 LEVEL = 1
 TESTED = (10505, 10599)
@@ -190,11 +198,11 @@ def _works(found: Library) -> bool:
         runs.append((1, before + 1 - taken, position - before - 1, 0))
         before, taken = position + 2, position
     sequences = bytearray(b"".join(struct.pack("<4I", *run) for run in runs))
-    target = bytearray(found.compressBound(len(chunk)))
+    target = bytearray(found.compressBound(len(chunk)) + SPARE_BYTES)
     length = compressor.compress(
         address_of(target), len(target), address_of(sequences), len(runs), address_of(chunk), len(chunk)
     )
-    blocks = chunk_blocks(memoryview(target)[:length])
+    blocks = chunk_blocks(target, length)
     size = 2 * len(chunk) + 1000
     frame = frame_head(size) + blocks + zero_blocks(1000) + blocks + FRAME_END
     want = bytes(chunk) + bytes(1000) + bytes(chunk)
