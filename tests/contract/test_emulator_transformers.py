@@ -38,7 +38,7 @@ class Served:
                 Bucket=self._bucket.name, Key=f"{prefix}/{identity}/{path.name}", Body=path.read_bytes()
             )
         done = self.api.ended(self.api.hot_load(self.deployment["spec"]["id"], identity, previous, **changes))
-        assert done["status"]["state"] == "HOT_LOAD_STATE_COMPLETED", done
+        assert done["status"]["state"] == "HOT_LOAD_STATE_COMPLETED", done["status"].get("conditions")
         return done
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

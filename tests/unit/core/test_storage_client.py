@@ -290,6 +290,7 @@ class _SlowOnce(CredentialProvider):  # type: ignore[misc]
 def test_many_threads_make_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """B39: clients are made one at a time, from private sessions or the caller's; the default one stays untouched."""
     monkeypatch.setenv("AWS_REGION", ZONE)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # another test's library may have made one
     core = botocore.session.Session()
     core.get_component("credential_provider").insert_before("env", _SlowOnce())
     shared = boto3.Session(botocore_session=core)
