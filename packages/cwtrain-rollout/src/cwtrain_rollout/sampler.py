@@ -363,8 +363,12 @@ async def _all_or_nothing(work: Sequence[Awaitable[SampledGroup]]) -> list[Sampl
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return list(await asyncio.gather(*tasks))
-    except BaseException:
+    except BaseException as failure:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if isinstance(failure, SystemExit | KeyboardInterrupt):
+            # A task that is left by one of these has sent it out of the event loop already, which is being closed.
+            # Raised once more, it would be reported as an exception that nobody fetched.
+            raise asyncio.CancelledError from None
         raise

@@ -60,8 +60,9 @@ class Replica:
         reader, self._writer = await asyncio.open_connection("127.0.0.1", settings["port"])
         self._send({"op": "hello", "name": settings["name"], "secret": settings["secret"], "pid": os.getpid()})
         if settings.get("engine") == "transformers":
-            # Takes seconds: begun before the first weights come.
-            asyncio.get_running_loop().run_in_executor(self._context.compute, _import_transformers)
+            # Takes seconds: begun before the first weights come, in the thread that will load them (an import by two
+            # threads at once can leave one of them with a package that is not whole).
+            asyncio.get_running_loop().run_in_executor(self._loader, _import_transformers)
         loading = asyncio.create_task(self._load_in_turn())
         try:
             while True:
