@@ -70,6 +70,11 @@ class Lane:
         return views
 
 
+def untouched(size: int) -> memoryview:
+    """Return a buffer whose memory is taken only where it is written to; what is in it at first is undefined."""
+    return np.empty(size, np.uint8).data
+
+
 def positions_of(lengths: Sequence[int]) -> list[int]:
     """Return where parts of these lengths lie in a lane."""
     positions = []

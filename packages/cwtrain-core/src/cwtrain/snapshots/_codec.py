@@ -21,7 +21,7 @@ import attrs
 import zstandard
 
 from cwtrain.snapshots._adler import adler32, adler32_hex, combine
-from cwtrain.snapshots._buffers import Lane, phase, positions_of
+from cwtrain.snapshots._buffers import Lane, phase, positions_of, untouched
 from cwtrain.snapshots._decoder import Decoder
 from cwtrain.snapshots._frames import (
     BLOCK_BYTES,
@@ -114,7 +114,7 @@ class _SequenceWorker(DiffWorker):
         super().__init__(chunk_bytes)
         self._builder = SequenceBuilder(chunk_bytes)
         self._compressor = SequenceCompressor(library)
-        self._target = bytearray(library.compressBound(chunk_bytes) + SPARE_BYTES)
+        self._target = untouched(library.compressBound(chunk_bytes) + SPARE_BYTES)
         self._address = address_of(self._target)
 
     def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:

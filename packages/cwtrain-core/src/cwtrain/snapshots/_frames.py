@@ -113,7 +113,7 @@ def frame_head(content_bytes: int) -> bytes:
     return struct.pack("<IBBQ", MAGIC, 0xC0, _WINDOW_LOG_17, content_bytes)
 
 
-def chunk_blocks(buffer: bytearray, length: int) -> bytes:
+def chunk_blocks(buffer: bytearray | memoryview, length: int) -> bytes:
     """Return the blocks of a compressed chunk, a frame of ``length`` bytes, to stand before others in a frame.
 
     The frame lies at the begin of ``buffer``, which has a few bytes more, and is changed in place.

@@ -22,17 +22,21 @@ class OverwriteDecoder:
     """One worker's two decoders. For one thread at a time."""
 
     def __init__(self, library: Library | None) -> None:
-        self._ahead, self._behind = Decoder(library), Decoder(library)
+        self._library = library
+        self._decoders: tuple[Decoder, Decoder] | None = None
 
     def open(self, read_into: ReadInto, length: int, *, size: int) -> OverwriteReader:
         """Return a reader of the frame in ``length`` bytes for a tensor of ``size`` bytes. Raises FrameError."""
-        positions = self._ahead.open(read_into, length, size=None)
+        if self._decoders is None:
+            self._decoders = Decoder(self._library), Decoder(self._library)
+        ahead, behind = self._decoders
+        positions = ahead.open(read_into, length, size=None)
         head = bytearray(_POSITION_BYTES)
         _read(positions, memoryview(head))
         count = int.from_bytes(head, "little")
         if count > size:
             raise FrameError(f"says that {count} bytes change, but the tensor has {size}")
-        values = self._behind.open(read_into, length, size=_POSITION_BYTES + (_POSITION_BYTES + 1) * count)
+        values = behind.open(read_into, length, size=_POSITION_BYTES + (_POSITION_BYTES + 1) * count)
         _skip(values, _POSITION_BYTES * (count + 1))
         return OverwriteReader(positions, values, count=count, size=size)
 

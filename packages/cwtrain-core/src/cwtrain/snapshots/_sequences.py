@@ -43,10 +43,13 @@ class Found(NamedTuple):
 
 _NOTHING = Found(0, 0, EQUAL)
 
-# For each mask of non-zero bytes of a word: the first of them, the one past the last, how many.
+# For each mask of non-zero bytes of a word: the first of them, and two past the last, where a match may begin (after one
+# more zero). A match goes from one word's second number to the next word's first. `_BOTH` has both in one int64.
 _FIRST = np.array([max(0, (mask & -mask).bit_length() - 1) for mask in range(256)], np.int32)
-_PAST = np.array([mask.bit_length() for mask in range(256)], np.int32)
+_AFTER = np.array([mask.bit_length() + 1 for mask in range(256)], np.int32)
+_BOTH = np.stack((_FIRST, _AFTER), axis=1).view(np.int64).ravel()
 _COUNT = np.array([mask.bit_count() for mask in range(256)], np.uint8)
+_WORD_IN_BOTH = WORD_BYTES * (1 + (1 << 32))  # times a word's number: where it begins, in both halves of an int64
 
 _SPARSE = (0.04, 0.1)  # parts of non-zero words between which numpy's search for them has its slow spot
 
@@ -61,17 +64,15 @@ class SequenceBuilder:
         self._most = words
         self._bytes = np.empty(words * WORD_BYTES, np.bool_)
         self._gathered = np.empty(words, np.uint64)
-        self._base = np.empty(words, np.int32)
-        self._ends = np.empty(entries, np.int32)
-        self._starts = np.empty(entries, np.int32)
+        self._base = np.empty(words, np.int64)
+        self._edges = np.empty(2 * words + 3, np.int32)
         self._gaps = np.empty(entries, np.int32)
         self._kept = np.empty(entries, np.bool_)
         self._from = np.empty(entries, np.int32)
         self._to = np.empty(entries, np.int32)
-        records = np.zeros((entries, 4), np.uint32)
-        records[:, 0] = 1
-        self._records = records.view(np.int32)
-        self.address = int(records.ctypes.data)
+        self._records = np.zeros((entries, 4), np.int32)  # memory is touched, and so taken, where it is used
+        self._ready = 0  # records that have their offset, which is always 1
+        self.address = int(self._records.ctypes.data)
         """Address of the records: offset, literals, match length, 0."""
 
     def find(self, data: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
@@ -104,15 +105,15 @@ class SequenceBuilder:
 
     def _find_one(self, words: _Words, where: _Places, length: int) -> Found:
         count = where.size
-        masks, base = self._edges(words, where)
-        run_from, run_to = self._ends[: count + 1], self._starts[: count + 1]
-        run_from[0], run_to[count] = 0, length
-        _PAST.take(masks, out=run_from[1:], mode="clip")
-        np.add(run_from[1:], base, out=run_from[1:])
-        _FIRST.take(masks, out=run_to[:count], mode="clip")
-        np.add(run_to[:count], base, out=run_to[:count])
-        kept = self._write_records(run_from, run_to)
-        gathered = self._gathered[:count].view(np.uint8)
+        gathered, masks = self._gather(words, where)
+        # The edges are: 1, first 0, after 0, first 1, after 1, ..., length. All but the outer ones come in pairs.
+        edges = self._edges[1 : 2 * count + 3]
+        pairs = self._edges[2 : 2 * count + 2].view(np.int64)
+        base = np.multiply(where, _WORD_IN_BOTH, out=self._base[:count])
+        np.add(_BOTH.take(masks, out=pairs, mode="clip"), base, out=pairs)
+        edges[0], edges[-1] = 1, length
+        kept = self._long_enough(np.subtract(edges[1::2], edges[::2], out=self._gaps[: count + 1]))
+        self._write_records(edges, edges[1:], np.left_shift(kept, 1, out=self._base[: kept.size]))
         changed = np.count_nonzero(np.not_equal(gathered, 0, out=self._bytes[: gathered.size]))
         return Found(int(changed), 0, kept.size)
 
@@ -128,11 +129,13 @@ class SequenceBuilder:
                 Found(self._count(data[at : at + round_up(length)]), 0, 0) if count else _NOTHING
                 for at, length, count in zip(positions, lengths, counts.tolist(), strict=True)
             ]
-        masks, base = self._edges(words, where)
+        _, masks = self._gather(words, where)
+        base = (where * WORD_BYTES).astype(np.int32)
         # Each part has one run more than non-zero words: the one before its first, or the one after its last.
-        run_from = np.insert(_PAST.take(masks) + base, borders[:-1], begins)
-        run_to = np.insert(_FIRST.take(masks) + base, borders[1:], begins + sizes)
-        kept = self._write_records(run_from, run_to)
+        match_from = np.insert(_AFTER.take(masks) + base, borders[:-1], begins + 1)
+        match_to = np.insert(_FIRST.take(masks) + base, borders[1:], begins + sizes)
+        kept = self._long_enough(np.subtract(match_to, match_from, out=self._gaps[: match_to.size]))
+        self._write_records(match_from, match_to, kept)
         records = np.searchsorted(kept, borders + np.arange(borders.size))  # the first record of each part
         own = np.flatnonzero(
             np.diff(records)
@@ -152,28 +155,29 @@ class SequenceBuilder:
             )
         ]
 
-    def _edges(self, words: _Words, where: _Places) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-        """Return for each non-zero word the mask of its non-zero bytes, and where it begins."""
-        gathered = words.take(where, out=self._gathered[: where.size], mode="clip")
-        base = self._base[: where.size]
-        base[:] = where
-        np.left_shift(base, 3, out=base)
-        return np.packbits(gathered.view(np.uint8), bitorder="little"), base
+    def _gather(self, words: _Words, where: _Places) -> tuple[Bytes, Bytes]:
+        """Return the bytes of the non-zero words, and for each such word the mask of its non-zero bytes."""
+        gathered = words.take(where, out=self._gathered[: where.size], mode="clip").view(np.uint8)
+        return gathered, np.packbits(gathered, bitorder="little")
 
-    def _write_records(self, run_from: npt.NDArray[np.int32], run_to: npt.NDArray[np.int32]) -> _Places:
-        """Write a record for each run of zeros that is long enough, as if all were of one part; return which."""
-        size = run_from.size
-        gaps = np.subtract(run_to, run_from, out=self._gaps[:size])
-        kept = np.flatnonzero(np.greater_equal(gaps, MIN_RUN, out=self._kept[:size]))
-        count = kept.size
+    def _long_enough(self, lengths: npt.NDArray[np.int32]) -> _Places:
+        """Return which matches are long enough."""
+        return np.flatnonzero(np.greater_equal(lengths, MIN_RUN - 1, out=self._kept[: lengths.size]))
+
+    def _write_records(
+        self, match_from: npt.NDArray[np.int32], match_to: npt.NDArray[np.int32], where: npt.NDArray[np.int64]
+    ) -> None:
+        """Write a record for each match whose begin and end lie at the places ``where``, as if all were of one part."""
+        count = where.size
+        if count > self._ready:
+            self._records[self._ready : count, 0] = 1
+            self._ready = count
         if count:
-            match_from = run_from.take(kept, out=self._from[:count], mode="clip")
-            match_to = run_to.take(kept, out=self._to[:count], mode="clip")
-            np.add(match_from, 1, out=match_from)
-            np.subtract(match_to, match_from, out=self._records[:count, 2])
-            np.subtract(match_from[1:], match_to[:-1], out=self._records[1:count, 1])
-            self._records[0, 1] = match_from[0]
-        return kept
+            begins = match_from.take(where, out=self._from[:count], mode="clip")
+            ends = match_to.take(where, out=self._to[:count], mode="clip")
+            np.subtract(ends, begins, out=self._records[:count, 2])
+            np.subtract(begins[1:], ends[:-1], out=self._records[1:count, 1])
+            self._records[0, 1] = begins[0]
 
     def _count(self, data: Bytes) -> int:
         """Return how many bytes are not zero."""
