@@ -8,9 +8,9 @@
 They work on bytes, so every dtype is like any other, NaN payloads and the sign of zero count, and torch is not needed.
 Files are read in blocks, never mapped. A directory appears under its name when it is complete and on the disk.
 
-Memory, whatever the sizes of tensors and files: at most 64 MiB and 16 MiB for each worker, beside the headers. There is
-a worker for each core that the process may use, as long as they fit in ``memory_bytes`` (320 MiB where it is not
-given).
+Memory, whatever the sizes of tensors and files: at most 64 MiB and 16 MiB for each worker, beside the headers. Where
+``workers`` is not given there is one for each core that the process may use, as far as they fit in ``memory_bytes``
+(by default 320 MiB) and each has 128 MiB to do.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def write_delta(
         out,
         version=version,
         base_version=base_version,
-        workers=worker_count(workers, memory_bytes),
+        workers=workers,
+        memory_bytes=memory_bytes,
         shard_bytes=shard_bytes,
         on_progress=on_progress,
     )
@@ -156,7 +157,8 @@ def write_delta_between(
     *,
     version: int | str,
     base_version: int | str,
-    workers: int,
+    workers: int | None = None,
+    memory_bytes: int | None = None,
     shard_bytes: int = _SHARD_BYTES,
     on_progress: OnProgress | None = None,
     target: Target | None = None,
@@ -167,15 +169,17 @@ def write_delta_between(
 
     started = time.monotonic()
     numbers = _versions(version, base_version)
+    worker_count(workers, memory_bytes)  # wrong arguments come first
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes!r} is not a positive number of bytes")
     codec = delta_codec()
     old, current = checkpoints()
     _check_same_tensors(old, current)
+    count = worker_count(workers, memory_bytes, work_bytes=current.tensor_bytes)
 
     def encode(files: DeltaFiles, spill: Spill) -> dict[str, EncodedTensor]:
         return encode_delta(
-            old, current, files, workers=workers, spill=spill, codec=codec, target=target, on_progress=on_progress
+            old, current, files, workers=count, spill=spill, codec=codec, target=target, on_progress=on_progress
         )
 
     return _write_delta(
@@ -185,7 +189,7 @@ def write_delta_between(
         names=[tensor.name for tensor in current.tensors.values() if tensor.size_bytes],
         numbers=numbers,
         shard_bytes=shard_bytes,
-        workers=workers,
+        workers=count,
         encoder=codec.name,
         started=started,
     )
@@ -257,12 +261,13 @@ def convert_delta(
     from cwtrain.snapshots._convert import convert
 
     started = time.monotonic()
-    count = worker_count(workers, memory_bytes)
+    worker_count(workers, memory_bytes)  # wrong arguments come first
     root = open_checkpoint(base)
     found = open_delta(delta, base=root)
     numbers = _versions(found.version, found.base_version)
     codec = delta_codec()
     tensors = [tensor for name, tensor in root.tensors.items() if name in found.changes]
+    count = worker_count(workers, memory_bytes, work_bytes=sum(tensor.size_bytes for tensor in tensors))
 
     def encode(files: DeltaFiles, spill: Spill) -> dict[str, EncodedTensor]:
         encoded, wrong = convert(
@@ -349,8 +354,9 @@ def checkpoint_checksums(
     """
     from cwtrain.snapshots._sweep import sweep
 
-    tensors = list(open_checkpoint(path).tensors.values())
-    return sweep(tensors, workers=worker_count(workers), on_progress=on_progress).checksums
+    checkpoint = open_checkpoint(path)
+    count = worker_count(workers, work_bytes=checkpoint.tensor_bytes)
+    return sweep(list(checkpoint.tensors.values()), workers=count, on_progress=on_progress).checksums
 
 
 def write_full_snapshot(
@@ -375,10 +381,11 @@ def write_full_snapshot(
     """
     from cwtrain.snapshots._full import write_full
 
-    count = worker_count(workers, memory_bytes)
+    worker_count(workers, memory_bytes)  # wrong arguments come first
     found = _scan_full(src)
     assert found.shards is not None
     kept = _keep(checkpoint_of(found.shards), names, checksums)
+    count = worker_count(workers, memory_bytes, work_bytes=sum(tensor.size_bytes for tensor in kept.values()))
 
     def accept(swept: Swept) -> None:
         if checksums is not None:
@@ -412,10 +419,11 @@ def apply_delta(
     from cwtrain.snapshots._full import write_full
 
     started = time.monotonic()
-    count = worker_count(workers, memory_bytes)
+    worker_count(workers, memory_bytes)  # wrong arguments come first
     found = _scan_full(base)
     assert found.shards is not None
     root = checkpoint_of(found.shards)
+    count = worker_count(workers, memory_bytes, work_bytes=root.tensor_bytes)
     change = open_delta(delta, base=root)
 
     def accept(swept: Swept) -> None:

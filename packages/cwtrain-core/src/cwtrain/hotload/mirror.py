@@ -106,7 +106,8 @@ class WeightMirror:
     ) -> None:
         self._layout = Layout(os.path.realpath(os.fspath(root)))
         self._disk = disk or Disk()
-        self._workers = worker_count(workers)
+        worker_count(workers)  # wrong arguments come first
+        self._workers = workers
         self._in_place = in_place
         self._mutex = threading.RLock()
         self._broken: str | None = None
@@ -237,9 +238,9 @@ class WeightMirror:
 
         with self._mutex:
             self._check_usable()
-            found = sweep(
-                list(self._checkpoint().tensors.values()), workers=self._workers, on_progress=on_progress
-            ).checksums
+            checkpoint = self._checkpoint()
+            count = worker_count(self._workers, work_bytes=checkpoint.tensor_bytes)
+            found = sweep(list(checkpoint.tensors.values()), workers=count, on_progress=on_progress).checksums
             recorded = self.checksums
         wrong = [name for name, value in found.items() if value != recorded[name]]
         if wrong:
@@ -294,7 +295,6 @@ class WeightMirror:
             current = open_checkpoint(new)
             base = self._checkpoint()
             shards = list(self._shards.values())
-            workers = worker_count(self._workers, memory_bytes)
 
             def write(target: SlotWriter | None) -> DeltaStats:
                 return write_delta_between(
@@ -302,7 +302,8 @@ class WeightMirror:
                     out,
                     version=version,
                     base_version=self.version,
-                    workers=workers,
+                    workers=self._workers,
+                    memory_bytes=memory_bytes,
                     on_progress=on_progress,
                     target=target,
                 )
@@ -426,7 +427,7 @@ class WeightMirror:
             delta_bytes=sum(item.blob.size_bytes for item in change.changes.values()),
             shards=len(touched),
             in_place=in_place,
-            workers=self._workers,
+            workers=self._workers_for(tensors),
             seconds=time.monotonic() - started,
         )
 
@@ -435,9 +436,13 @@ class WeightMirror:
     ) -> dict[str, str]:
         from cwtrain.snapshots._sweep import sweep
 
-        swept = sweep(tensors, changes=change.changes, target=target, workers=self._workers, on_progress=on_progress)
+        count = self._workers_for(tensors)
+        swept = sweep(tensors, changes=change.changes, target=target, workers=count, on_progress=on_progress)
         raise_wrong(change.path, swept.wrong, base=self._layout.root)
         return swept.checksums
+
+    def _workers_for(self, tensors: list[Tensor]) -> int:
+        return worker_count(self._workers, work_bytes=sum(tensor.size_bytes for tensor in tensors))
 
     def _works_in_place(self, shards: list[Shard]) -> bool:
         if self._in_place is not None:

@@ -22,16 +22,20 @@ WORKER_BYTES = 16 << 20
 
 DEFAULT_MEMORY_BYTES = BASE_BYTES + 16 * WORKER_BYTES
 
+_SHARE_BYTES = 128 << 20
+
 
 class StoppedError(Exception):
     """Another worker failed; this one's result is not wanted any more."""
 
 
-def worker_count(workers: int | None = None, memory_bytes: int | None = None) -> int:
+def worker_count(workers: int | None = None, memory_bytes: int | None = None, *, work_bytes: int | None = None) -> int:
     """Return how many workers to start: ``workers``, or one for each core that this process may use.
 
     At most as many as fit in ``memory_bytes`` (64 MiB and 16 MiB for each worker; by default 320 MiB, so 16 workers,
-    which bounds only what is not given). Raises ConfigError for wrong arguments and for a budget below one worker's.
+    which bounds only what is not given). Where ``workers`` is not given but ``work_bytes``, at most one for each
+    started 128 MiB: on less, threads that take turns cost more than they gain. Raises ConfigError for wrong arguments
+    and for a budget below one worker's.
     """
     for name, value in (("workers", workers), ("memory_bytes", memory_bytes)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -44,7 +48,10 @@ def worker_count(workers: int | None = None, memory_bytes: int | None = None) ->
             f"memory_bytes={memory_bytes} is not enough for one worker",
             hint=f"give at least {BASE_BYTES + WORKER_BYTES}, or leave it out",
         )
-    return min(fit, usable_cores() if workers is None else workers)
+    if workers is not None:
+        return min(fit, workers)
+    worth = fit if work_bytes is None else work_bytes // _SHARE_BYTES + 1
+    return min(fit, worth, usable_cores())
 
 
 def usable_cores() -> int:

@@ -43,8 +43,8 @@ class Found(NamedTuple):
 
 _NOTHING = Found(0, 0, EQUAL)
 
-# For each mask of non-zero bytes of a word: the first of them, and two past the last, where a match may begin (after one
-# more zero). A match goes from one word's second number to the next word's first. `_BOTH` has both in one int64.
+# For each mask of non-zero bytes of a word: the first of them, and two past the last, where a match may begin (after
+# one more zero). A match goes from one word's second number to the next word's first. `_BOTH` has both in one int64.
 _FIRST = np.array([max(0, (mask & -mask).bit_length() - 1) for mask in range(256)], np.int32)
 _AFTER = np.array([mask.bit_length() + 1 for mask in range(256)], np.int32)
 _BOTH = np.stack((_FIRST, _AFTER), axis=1).view(np.int64).ravel()

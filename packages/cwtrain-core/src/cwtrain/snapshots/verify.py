@@ -32,7 +32,8 @@ def verify_full(
     from cwtrain.snapshots._sweep import sweep
 
     tensors = list(checkpoint_of(shards).tensors.values())
-    found = sweep(tensors, workers=worker_count(workers), on_progress=on_progress).checksums
+    count = worker_count(workers, work_bytes=sum(tensor.size_bytes for tensor in tensors))
+    found = sweep(tensors, workers=count, on_progress=on_progress).checksums
     wrong = {
         name: f"its bytes have the Adler-32 {value}, recorded is {checksums[name]}"
         for name, value in found.items()
@@ -54,8 +55,8 @@ def verify_delta(
     Raises SnapshotLayoutError for tensors that the base does not have, ChecksumError that names all wrong frames.
     """
     blobs = checkpoint_of(shards).tensors
-    count = worker_count(workers)
     if base is None:
+        count = worker_count(workers)
         damaged = check_frames(list(blobs.values()), workers=count, on_progress=on_progress)
         _raise(shards.directory, damaged, hint="the delta is damaged; write it again")
         return
@@ -68,6 +69,7 @@ def verify_delta(
         for name, blob in blobs.items()
     }
     tensors = [tensor for name, tensor in root.tensors.items() if name in changes]
+    count = worker_count(workers, work_bytes=sum(tensor.size_bytes for tensor in tensors))
     swept = sweep(tensors, changes=changes, workers=count, on_progress=on_progress)
     raise_wrong(shards.directory, {name: swept.wrong[name] for name in blobs if name in swept.wrong}, base=root.path)
 
