@@ -1,7 +1,7 @@
 """Where the zeros are: from the XOR of two versions to the matches that zstd is given.
 
 The XOR of a sparse update is a byte or two, then a run of zeros. zstd's own search finds that slowly and badly; we know
-it exactly. Each run of at least four zeros becomes one sequence: the pending bytes and the first zero as literals, the
+it exactly. Each run of at least five zeros becomes one sequence: the pending bytes and the first zero as literals, the
 rest of the run as a match at offset 1. It works on bytes, so it serves every dtype; but what lies between the first and
 the last non-zero byte of one 8-byte word is always literals, which costs under 1 % of the size and saves half of the
 time.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Bytes, round_up
 
-MIN_RUN = 4
+MIN_RUN = 5
 DENSE = 0.55
 """From this part of non-zero words on, matches do not pay: literals only."""
 
@@ -100,8 +100,8 @@ class SequenceBuilder:
         """
         low, high = (share * (self._most - begin) for share in _SPARSE)
         if low < count <= high:
-            return np.flatnonzero(self._flags[begin:])[:count]
-        return np.flatnonzero(self._flags[begin : self._most])
+            return self._flags[begin:].nonzero()[0][:count]
+        return self._flags[begin : self._most].nonzero()[0]
 
     def _find_one(self, words: _Words, where: _Places, length: int) -> Found:
         count = where.size
@@ -162,7 +162,7 @@ class SequenceBuilder:
 
     def _long_enough(self, lengths: npt.NDArray[np.int32]) -> _Places:
         """Return which matches are long enough."""
-        return np.flatnonzero(np.greater_equal(lengths, MIN_RUN - 1, out=self._kept[: lengths.size]))
+        return np.greater_equal(lengths, MIN_RUN - 1, out=self._kept[: lengths.size]).nonzero()[0]
 
     def _write_records(
         self, match_from: npt.NDArray[np.int32], match_to: npt.NDArray[np.int32], where: npt.NDArray[np.int64]

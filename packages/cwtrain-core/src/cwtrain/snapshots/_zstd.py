@@ -175,11 +175,15 @@ def address_of(buffer: bytearray | memoryview) -> int:
 @functools.cache
 def library() -> Library | None:
     """Return the library inside the ``zstandard`` wheel, or None where it cannot be used. Probed at the first call."""
-    folder = os.path.dirname(zstandard.__file__)
+    return find_library(os.path.dirname(zstandard.__file__))
+
+
+def find_library(folder: str, *, tested: tuple[int, int] = TESTED) -> Library | None:
+    """Return the first library in ``folder`` that has a tested version and works, or None."""
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*cffi*.so"))):
         try:
             found = Library(path)
-            if TESTED[0] <= found.versionNumber() <= TESTED[1] and _works(found):
+            if tested[0] <= found.versionNumber() <= tested[1] and _works(found):
                 return found
         except (OSError, AttributeError, ZstdError, zstandard.ZstdError, MemoryError):
             continue
