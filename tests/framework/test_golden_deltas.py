@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cwtrain.errors import SnapshotLayoutError
+from cwtrain.hotload.delta import apply_delta, convert_delta
 from cwtrain.models.snapshot import SnapshotKind
 from cwtrain.snapshots import decode_delta, files_for_upload, inspect_snapshot
 from helpers import snapshot_files as sf
@@ -24,6 +25,8 @@ REFUSED = {
     "slime_overwrite_blake3": ["--update-weight-delta-encoding xor", "--update-weight-delta-checksum adler32"],
     "miles_overwrite_adler32": ["--update-weight-delta-encoding xor"],
 }
+
+LIBRARIES = {"xxh3": "xxhash", "blake3": "blake3"}
 
 
 def update(folder, version) -> Path:
@@ -54,6 +57,25 @@ def test_taken_deltas_decode_to_their_truth(folder):
         for name, new in decode_delta(base, directory):
             tensors[name] = (*tensors[name][:2], new)
         assert tensors == truth(folder, version)
+
+
+@pytest.mark.parametrize("folder", [*TAKEN, *REFUSED])
+def test_all_decode_convert_and_apply_to_their_truth(tmp_path, folder):
+    """Whatever the encoding and the checksum: one function reads it, and what comes out is what the trainer had."""
+    for package in [package for word, package in LIBRARIES.items() if word in folder]:
+        pytest.importorskip(package, reason="the extra [checksums]")
+    before, tensors = GOLDEN / folder / "base", sf.read_checkpoint(GOLDEN / folder / "base")
+    for version in (1, 2, 3, 4):  # the fourth changed nothing
+        want = truth(folder, min(version, 3))
+        changed = dict(decode_delta(before, update(folder, version)))
+        assert bool(changed) == (version < 4)
+        converted = convert_delta(before, update(folder, version), tmp_path / f"converted{version}")
+        assert inspect_snapshot(converted.path, verify="full", base=before, allow_empty_delta=True)
+        assert sf.apply_delta(tensors, converted.path) == want
+        apply_delta(before, update(folder, version), tmp_path / f"full{version}")
+        before, tensors = tmp_path / f"full{version}", want
+        assert sf.read_checkpoint(before) == want
+        assert inspect_snapshot(before, verify="full").kind is SnapshotKind.FULL
 
 
 @pytest.mark.parametrize("folder", TAKEN)

@@ -75,13 +75,13 @@ def digits_of(algorithm: str) -> int:
     return _ALGORITHMS[algorithm].digits
 
 
-def hashers(algorithm: str) -> Callable[[], Hasher]:
-    """Return what makes a new hasher. Raises ConfigError if its library is not installed."""
+def hashers(algorithm: str, *, load: Callable[[str], Any] = import_module) -> Callable[[], Hasher]:
+    """Return what makes a new hasher. Raises ConfigError if its library is not installed (``load`` imports it)."""
     known = _ALGORITHMS[algorithm]
     module = None
     if known.package is not None:
         try:
-            module = import_module(known.package)
+            module = load(known.package)
         except ImportError as error:
             raise ConfigError(
                 f"the checksums are {algorithm}, and the package {known.package} is not installed",

@@ -15,6 +15,7 @@ import glob
 import os
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import zstandard
@@ -213,8 +214,8 @@ def _works(found: Library) -> bool:
     return len(blocks) < 300 and zstandard.ZstdDecompressor().decompress(frame) == want
 
 
-def encoder_library(encoder: str | None = None) -> Library | None:
-    """Return the library to encode and decode with, None for the public interface.
+def encoder_library(encoder: str | None = None, *, find: Callable[[], Library | None] = library) -> Library | None:
+    """Return the library to encode and decode with (what ``find`` finds), None for the public interface.
 
     ``encoder`` is ``sequences`` or ``public``; None means what ``CWTRAIN_DELTA_ENCODER`` says, or the best there is.
     Raises ConfigError for another name, and for ``sequences`` where the library cannot be used.
@@ -222,7 +223,7 @@ def encoder_library(encoder: str | None = None) -> Library | None:
     choice = encoder or os.environ.get(ENCODER_VARIABLE, "").strip()
     if choice not in ("", *ENCODERS):
         raise ConfigError(f"{ENCODER_VARIABLE}={choice!r} is unknown", hint=f"use {' or '.join(ENCODERS)}, or unset it")
-    found = None if choice == "public" else library()
+    found = None if choice == "public" else find()
     if choice == "sequences" and found is None:
         raise ConfigError(
             "the zstd library inside the zstandard package cannot be used through ctypes",
