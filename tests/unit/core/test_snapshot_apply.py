@@ -152,7 +152,7 @@ def test_other_formats_are_read_applied_and_converted(tmp_path, encoding, algori
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_b05_a_damaged_frame_that_still_decodes(tmp_path, encoding, encoder):
-    """B05: only the checksum shows that these are not the writer's bytes; nothing that reads a delta does without it."""
+    """B05: only the checksum shows that these are not the writer's bytes; no reader of deltas does without it."""
     old, new = sf.toy(0), sf.toy(1)
     base = sf.write_full(tmp_path / "base", old)
 

@@ -1,6 +1,8 @@
 """B56: ordinary bounded reads. Memory does not grow with the size of a shard, and nothing is mapped."""
 
 import json
+import os
+import random
 import struct
 import subprocess
 import sys
@@ -107,6 +109,54 @@ def test_b56_writing_a_delta_takes_bounded_memory(tmp_path):
     base = sparse(tmp_path / "base", "model.safetensors", size)
     new = sparse(tmp_path / "new", "model.safetensors", size, tail=b"changed")
     assert limited("write", base, new) < 48
+
+
+HUGE = """
+import os, re, sys
+base, new, delta, out, workers, apply = sys.argv[1:]
+from cwtrain.hotload.delta import apply_delta, write_delta
+stats = write_delta(base, new, delta, version=1, base_version=0, workers=int(workers))
+assert stats.encoder == os.environ["CWTRAIN_DELTA_ENCODER"]
+if apply == "apply":
+    apply_delta(base, delta, out, workers=int(workers))
+# Not ru_maxrss: that is inherited from whoever started this process.
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) >> 10)
+"""
+
+
+def peak_of_writing(tmp_path, base, new, *, encoder, workers=2, apply=True) -> int:
+    """Return the whole process's peak in MiB, the interpreter and numpy included."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("peak memory is read from /proc")
+    arguments = [str(tmp_path / "delta"), str(tmp_path / "out"), str(workers), "apply" if apply else "-"]
+    result = subprocess.run(
+        [sys.executable, "-c", HUGE, str(base), str(new), *arguments],
+        env={**os.environ, "CWTRAIN_DELTA_ENCODER": encoder},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", ["sequences", "public"])
+def test_b56_one_huge_tensor_is_encoded_and_applied_within_the_budget(tmp_path, encoder):
+    """B56: two workers have 64 + 2 x 16 MiB for everything. (4 GiB takes as much: 44 MiB, measured by hand.)"""
+    base = sparse(tmp_path / "base", "model.safetensors", GIB)
+    new = sparse(tmp_path / "new", "model.safetensors", GIB, tail=bytes(range(1, 200)) * 50_000)
+    assert peak_of_writing(tmp_path, base, new, encoder=encoder) <= 64 + 2 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", ["sequences", "public"])
+def test_b56_results_that_wait_are_bounded_where_nothing_compresses(tmp_path, encoder):
+    """B56: four workers make frames as large as the tensor; what is not written yet stays within their budget."""
+    size = 96 << 20
+    base = sparse(tmp_path / "base", "model.safetensors", size)
+    new = sparse(tmp_path / "new", "model.safetensors", size, tail=random.Random(1).randbytes(size))
+    assert peak_of_writing(tmp_path, base, new, encoder=encoder, workers=4, apply=False) <= 64 + 4 * 16
 
 
 def test_a_header_that_claims_too_much_costs_no_memory(tmp_path):

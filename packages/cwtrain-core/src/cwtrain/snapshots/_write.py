@@ -72,13 +72,17 @@ def synced_file(path: str) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def allocate(fd: int, size: int) -> None:
+_Reserve = Callable[[int, int, int, int], int]
+"""``fallocate`` of the C library: descriptor, mode, offset, length; not 0 is an error."""
+
+
+def allocate(fd: int, size: int, *, find: Callable[[], _Reserve | None] | None = None) -> None:
     """Give a new file its size, with room on the disk for all of it where the system can promise that.
 
     The kernel then writes into it about a third cheaper. ``os.posix_fallocate`` is not used: where the file system
     cannot, the C library writes a byte to every block.
     """
-    reserve = _fallocate()
+    reserve = (find or _fallocate)()
     if size and reserve is not None:
         while reserve(fd, 0, 0, size):
             number = ctypes.get_errno()
@@ -90,13 +94,13 @@ def allocate(fd: int, size: int) -> None:
 
 
 @functools.cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
+def _fallocate() -> _Reserve | None:
     library = ctypes.CDLL(None, use_errno=True)
     for name in ("fallocate64", "fallocate"):
         function = getattr(library, name, None)
         if function is not None:
             function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-            return cast("Callable[[int, int, int, int], int]", function)
+            return cast("_Reserve", function)
     return None
 
 
