@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import struct
 import zlib
 
 import pytest
@@ -16,6 +17,7 @@ from cwtrain.models.snapshot import SnapshotKind
 from cwtrain.snapshots import inspect_snapshot
 from cwtrain.snapshots._parallel import ordered, worker_count
 from cwtrain.snapshots._write import require_space, staged_directory
+from cwtrain.snapshots._zstd import ENCODER_VARIABLE, ENCODERS
 from helpers import snapshot_files as sf
 
 
@@ -129,6 +131,55 @@ def test_other_dtypes_and_shapes_are_refused_with_both_sides(tmp_path):
     assert "'a' is F32 [2, 3] in" in caught.value.message
     assert "F32 [3, 2] in" in caught.value.message
     assert "BF16 [2] in" in caught.value.message
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_b27_bytes_count_and_not_values(tmp_path, monkeypatch, encoder):
+    """B27: NaN payload bits and the sign of zero are changes, although the values compare as they did before."""
+    monkeypatch.setenv(ENCODER_VARIABLE, encoder)
+    old = {
+        "zero": ("F32", [2], struct.pack("<2f", 0.0, 1.0)),
+        "nan": ("F32", [1], struct.pack("<I", 0x7FC00001)),
+        "bf16": ("BF16", [1], struct.pack("<H", 0x7FC1)),
+        "same": ("F32", [1], struct.pack("<I", 0x7FC00001)),
+    }
+    new = {
+        "zero": ("F32", [2], struct.pack("<2f", -0.0, 1.0)),
+        "nan": ("F32", [1], struct.pack("<I", 0xFFC00002)),
+        "bf16": ("BF16", [1], struct.pack("<H", 0xFFC1)),
+        "same": old["same"],
+    }
+    base, after = sf.write_full(tmp_path / "one", old), sf.write_full(tmp_path / "two", new)
+    stats = write_delta(base, after, tmp_path / "d", version=1, base_version=0)
+    assert set(sf.read_index(tmp_path / "d")["weight_map"]) == {"zero", "nan", "bf16"}
+    assert stats.changed_bytes == 1 + 2 + 1
+    assert sf.apply_delta(old, tmp_path / "d") == new
+
+
+def test_b15_experts_under_other_names(tmp_path):
+    """B15: fused experts, or a prefix more, stop the writer with counts and examples of both sides."""
+    layer = "model.layers.0.mlp.experts"
+    tensor = ("BF16", [2, 2], bytes(8))
+    apart = {f"{layer}.{n}.{kind}_proj.weight": tensor for n in range(4) for kind in ("gate", "up", "down")}
+    fused = {
+        f"{layer}.gate_up_proj": ("BF16", [4, 4, 2], bytes(64)),
+        f"{layer}.down_proj": ("BF16", [4, 2, 2], bytes(32)),
+    }
+    prefixed = {name.replace("model.", "model.language_model."): value for name, value in apart.items()}
+    base = sf.write_full(tmp_path / "base", apart)
+    for number, other in enumerate((fused, prefixed)):
+        after = sf.write_full(tmp_path / f"new{number}", other)
+        with pytest.raises(SnapshotLayoutError) as caught:
+            write_delta(base, after, tmp_path / "d", version=1, base_version=0)
+        here, there = caught.value.problems
+        assert f"12 tensors ('{layer}.0.gate_proj.weight', " in here
+        assert here.count(f"{layer}.") >= 3
+        assert f"{len(other)} tensors (" in there
+        assert there.count("mlp.experts.") >= min(3, len(other))
+        assert str(base) in caught.value.message
+        assert str(after) in caught.value.message
+        assert "the same tensors on both sides" in caught.value.hint
+    assert not (tmp_path / "d").exists()
 
 
 def test_many_differences_are_counted_with_examples(tmp_path):
