@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 
@@ -14,7 +15,7 @@ from cwtrain.cli._errors import TERMINATED
 from cwtrain.cli._root import root
 
 
-@pytest.fixture(params=["callback", "task"])
+@pytest.fixture(params=["callback", "task", "task of its own"])
 def looping(request: pytest.FixtureRequest):
     """Add a command that gets SIGTERM in the middle of a callback, or of a task, of its event loop."""
 
@@ -33,6 +34,10 @@ def looping(request: pytest.FixtureRequest):
 
         if request.param == "task":
             await asyncio.gather(hit_in_task(), return_exceptions=True)
+        elif request.param == "task of its own":
+            writer = asyncio.ensure_future(hit_in_task())
+            await done  # nobody awaits the writer: its exception would be lost
+            writer.cancel()
         else:
             loop.call_soon(hit)
         await asyncio.wait([done], timeout=5)
@@ -46,5 +51,7 @@ def looping(request: pytest.FixtureRequest):
     del root.commands["loops"]
 
 
-def test_sigterm_in_an_event_loop_ends_the_command(looping: None) -> None:
+def test_sigterm_in_an_event_loop_ends_the_command(looping: None, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["loops"]) == TERMINATED
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +17,9 @@ from cwtrain.cli._context import GlobalOptions, logging_to_stderr
 from cwtrain.cli._errors import DONE, FAILED, INTERRUPTED, TERMINATED, Terminated, report
 from cwtrain.cli._output import say
 from cwtrain.cli._root import root
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["main"]
 
@@ -68,13 +72,23 @@ def _errors_format(words: Sequence[str]) -> str:
 
 @contextmanager
 def _terminated_by_sigterm() -> Iterator[None]:
-    """Turn the first SIGTERM into ``Terminated``, so that clean-up code runs; a second one ends the process at once."""
+    """Turn the first SIGTERM into ``Terminated``, so that clean-up code runs; a second one ends the process at once.
+
+    While an event loop runs, the exception is raised by a callback of its own and the loop cancels its tasks: raised
+    in whatever task happens to run, it would become the result of a task that nobody awaits, and asyncio prints those.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if loop := _running_loop():
+            loop.call_soon_threadsafe(terminate)
+        else:
+            terminate()
+
+    def terminate() -> None:
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, handle)
@@ -82,3 +96,15 @@ def _terminated_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread; asyncio is not imported for the answer."""
+    if "asyncio" not in sys.modules:
+        return None
+    import asyncio
+
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
