@@ -1,0 +1,300 @@
+"""What the deltas of a ``SnapshotWriter`` apply to: bytes of the previous version, in memory, on the disk, in a mirror.
+
+A base follows what is written: while a snapshot is written the new bytes replace the old ones, and ``commit`` says whose
+bytes they are now. A writer that fails ``abandon``\\ s them: what lies in memory is then half old and half new, so the
+next snapshot has to be a full one, which fills the base again. A mirror keeps its old version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Protocol, runtime_checkable
+
+import attrs
+
+from cwtrain.errors import SnapshotError
+from cwtrain.hotload.mirror import WeightMirror
+from cwtrain.snapshots._files import RegularFile
+from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, open_checkpoint
+
+__all__ = ["BaseTensors", "CheckpointBase", "MemoryBase", "MirrorBase", "TensorType"]
+
+
+@attrs.frozen
+class TensorType:
+    """What a tensor is, apart from its bytes. ``dtype`` is spelled as in a safetensors header (``BF16``)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+@runtime_checkable
+class BaseTensors(Protocol):
+    """Where a writer reads old bytes and leaves new ones. ``read`` and ``write`` are called by several threads."""
+
+    @property
+    def identity(self) -> str | None:
+        """The identity whose bytes it holds; None where that is not known, or nothing whole is there."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether it has the tensors of all ranks; otherwise it has exactly those that its own rank adds."""
+
+    def types(self) -> Mapping[str, TensorType]:
+        """Return what tensors there are."""
+
+    def begin(self, *, fill: bool) -> None:
+        """Get ready for a new version. ``fill``: every tensor is written, whatever is there now (a full snapshot)."""
+
+    def declare(self, name: str, kind: TensorType) -> None:
+        """Make room for a tensor, when filling."""
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the old bytes from ``start`` on."""
+
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Take new bytes; those that are not written are as they were."""
+
+    def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
+        """Say that the new bytes are those of ``identity``. ``checksums`` are those of the tensors that changed."""
+
+    def abandon(self) -> None:
+        """Say that the new version was not written."""
+
+
+class MemoryBase:
+    """The bytes of the last version in this process: as much memory as the tensors have, and no more while writing.
+
+    It begins empty: write a full snapshot with it first. Or fill it from what the deployment serves already
+    (``load``). After a failure it is empty again.
+    """
+
+    def __init__(self) -> None:
+        self._types: dict[str, TensorType] = {}
+        self._data: dict[str, memoryview] = {}
+        self._identity: str | None = None
+        self._filling = False
+
+    def __repr__(self) -> str:
+        return f"MemoryBase({len(self._types)} tensors, {self.size_bytes} bytes, identity={self._identity!r})"
+
+    @property
+    def identity(self) -> str | None:
+        """The identity whose bytes it holds."""
+        return self._identity
+
+    @property
+    def shared(self) -> bool:
+        """False: each rank keeps what it adds."""
+        return False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(kind.size_bytes for kind in self._types.values())
+
+    def types(self) -> Mapping[str, TensorType]:
+        """Return what tensors there are."""
+        return self._types
+
+    def load(self, path: str | os.PathLike[str], identity: str, *, names: Collection[str] | None = None) -> None:
+        """Read the full checkpoint at ``path``, which is what ``identity`` holds; ``names`` says which tensors."""
+        with CheckpointBase(path, identity) as source:
+            self.begin(fill=True)
+            for name, kind in source.types().items():
+                if names is None or name in names:
+                    self.declare(name, kind)
+                    source.read(name, 0, self._data[name])
+        self.commit(identity, checksums={})
+
+    def begin(self, *, fill: bool) -> None:
+        """Get ready for a new version."""
+        self._identity = None
+        self._filling = fill
+        if fill:
+            # Buffers of tensors that are there already are used again: the memory is never taken twice.
+            self._types = {}
+
+    def declare(self, name: str, kind: TensorType) -> None:
+        """Make room for a tensor."""
+        held = self._data.get(name)
+        if held is None or len(held) != kind.size_bytes:
+            self._data.pop(name, None)
+            self._data[name] = memoryview(bytearray(kind.size_bytes))
+        self._types[name] = kind
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the old bytes from ``start`` on."""
+        into[:] = self._data[name][start : start + len(into)]
+
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Take new bytes."""
+        self._data[name][start : start + len(data)] = data
+
+    def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
+        """Say that the bytes are those of ``identity``."""
+        for name in self._data.keys() - self._types.keys():
+            del self._data[name]
+        self._identity = identity
+
+    def abandon(self) -> None:
+        """Forget what the bytes are."""
+        self._identity = None
+        self._types = {}
+
+
+class CheckpointBase:
+    """A full checkpoint on the disk, which stays as it is: every delta on it holds all that changed since.
+
+    Several ranks may read the same one. ``identity`` is what was published of it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Checkpoint, identity: str | None) -> None:
+        self._checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        self._identity = identity
+        self._types = _types(self._checkpoint)
+        self._files: dict[str, RegularFile] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"CheckpointBase({self._checkpoint.path!r}, identity={self._identity!r})"
+
+    def __enter__(self) -> CheckpointBase:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    @property
+    def identity(self) -> str | None:
+        """The identity whose bytes it holds."""
+        return self._identity
+
+    @property
+    def shared(self) -> bool:
+        """True: it has all tensors."""
+        return True
+
+    def types(self) -> Mapping[str, TensorType]:
+        """Return what tensors there are."""
+        return self._types
+
+    def begin(self, *, fill: bool) -> None:
+        """Do nothing: it stays as it is. Raises SnapshotError where it would have to be filled."""
+        if fill:
+            raise SnapshotError(
+                f"{self._checkpoint.path}: a checkpoint on the disk is not changed by writing a full snapshot",
+                hint="write the full snapshot without a base, or keep the base in a MemoryBase or a MirrorBase",
+            )
+
+    def declare(self, name: str, kind: TensorType) -> None:
+        """Do nothing."""
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``start`` on. Raises SnapshotChangedError when the file changed."""
+        tensor = self._checkpoint.tensors[name]
+        with self._lock:
+            file = self._files.get(tensor.file.path)
+            if file is None:
+                file = self._files[tensor.file.path] = tensor.open()
+        file.read_views(tensor.offset + start, [into])
+
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Do nothing."""
+
+    def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
+        """Look once more whether the files are those whose headers were read. Raises SnapshotChangedError."""
+        self._check()
+
+    def abandon(self) -> None:
+        """Close the files."""
+        self.close()
+
+    def _check(self) -> None:
+        with self._lock:
+            for tensor in self._checkpoint.tensors.values():
+                if file := self._files.get(tensor.file.path):
+                    tensor.check(file)
+        self.close()
+
+
+class MirrorBase:
+    """A ``WeightMirror``, which advances with each snapshot in the same pass: one rank, on the disk, kept by a kill.
+
+    The mirror's version becomes the snapshot's ``version`` (or its identity) once the index is in the bucket. Its
+    tensors are those of the model; a full snapshot may change all of them, but none may come or go.
+    """
+
+    def __init__(self, mirror: WeightMirror, identity: str | None) -> None:
+        self._mirror = mirror
+        self._identity = identity
+        self._tensors: Mapping[str, Tensor] = mirror._checkpoint().tensors
+        self._inner = CheckpointBase(mirror._checkpoint(), identity)
+        self._stack = ExitStack()
+
+    def __repr__(self) -> str:
+        return f"MirrorBase({self._mirror!r}, identity={self._identity!r})"
+
+    @property
+    def identity(self) -> str | None:
+        """The identity whose bytes it holds."""
+        return self._identity
+
+    @property
+    def shared(self) -> bool:
+        """True: it has all tensors."""
+        return True
+
+    def types(self) -> Mapping[str, TensorType]:
+        """Return what tensors there are."""
+        return self._inner.types()
+
+    def begin(self, *, fill: bool) -> None:
+        """Open the files of the next version."""
+        self._writing = self._mirror._advance_to()
+        self._target = self._stack.enter_context(self._writing)
+
+    def declare(self, name: str, kind: TensorType) -> None:
+        """Check that the mirror has such a tensor. Raises SnapshotError."""
+        if self.types().get(name) != kind:
+            raise SnapshotError(
+                f"tensor {name!r} is {kind.dtype} {list(kind.shape)}, which the mirror {self._mirror.path} does not have",
+                hint="make the mirror again from a full snapshot of this model",
+            )
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the old bytes from ``start`` on."""
+        self._inner.read(name, start, into)
+
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Take new bytes."""
+        self._target.write(self._tensors[name], start, [data], [])
+
+    def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
+        """Let the new version count, on the disk."""
+
+    def abandon(self) -> None:
+        """Keep the old version."""
+
+
+def _types(checkpoint: Checkpoint) -> dict[str, TensorType]:
+    return {
+        name: TensorType(tensor.dtype, tensor.shape, tensor.size_bytes) for name, tensor in checkpoint.tensors.items()
+    }
+
+
+@contextlib.contextmanager
+def _unused() -> Iterator[None]:
+    yield
