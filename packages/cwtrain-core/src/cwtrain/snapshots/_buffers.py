@@ -50,6 +50,10 @@ class Lane:
         self.address = self._address
         """Address of the first part."""
 
+    def piece(self, position: int, length: int) -> memoryview:
+        """Return the view of a part that begins there, to be filled before it is placed at 0 with the others."""
+        return self._view[position : position + length]
+
     def place(self, lengths: Sequence[int], positions: Sequence[int], at: int) -> list[memoryview]:
         """Return a view for each part, to be filled; the rest of its last word is zero.
 

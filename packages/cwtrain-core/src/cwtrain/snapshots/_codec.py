@@ -94,6 +94,13 @@ class DiffWorker:
         self._new_views = self._new.place(lengths, self._positions, phase(new_offset, write_offset))
         return old, self._new_views
 
+    def place_beside(self, lengths: Sequence[int], new: Lane) -> list[memoryview]:
+        """Return views for the old bytes of each part whose new bytes are in ``new`` already, from its begin on."""
+        self._lengths, self._positions = lengths, positions_of(lengths)
+        self._new = new
+        self._new_views = new.place(lengths, self._positions, 0)
+        return self._old.place(lengths, self._positions, 0)
+
     def diff(self, places: Sequence[tuple[int, int]]) -> list[Diff]:
         """Return what became of each part; ``places`` says where it begins in its tensor, and how large that is.
 

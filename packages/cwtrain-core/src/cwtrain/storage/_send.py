@@ -10,20 +10,14 @@ from functools import partial
 
 import attrs
 
-from cwtrain.errors import (
-    SnapshotConflictError,
-    StorageConflictError,
-    StorageError,
-    StorageNotFoundError,
-    TransportError,
-)
+from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._buffers import Buffers
 from cwtrain.storage._crew import Crew, run_all
 from cwtrain.storage._meter import Meter
+from cwtrain.storage._once import Once
 from cwtrain.storage._open_uploads import UploadRecord, abort_quietly
 from cwtrain.storage._source import PartBody, Source
-from cwtrain.storage.claim import refuses_condition
 from cwtrain.storage.plan import SHA256_KEY
 from cwtrain.storage.report import ObjectDigest
 from cwtrain.storage.store import ObjectStore
@@ -34,8 +28,6 @@ _log = logging.getLogger("cwtrain.storage")
 
 _MIB = 1 << 20
 _MOST_PARTS = 10_000
-_ATTEMPTS = 3
-_PAUSE_SECONDS = 0.3
 _ABORT_SECONDS = 10.0
 
 
@@ -84,8 +76,7 @@ class Sender:
         self._meter = meter
         self._record = record
         self._sizes = sizes
-        self._conditional = conditional
-        self._complete_conditional = conditional
+        self._once = Once(store, stopped=crew.stopped, conditional=conditional)
         self._warned_of_metadata = False
         self._waiting: deque[_Transfer] = deque()
         self._ready: deque[Callable[[], None]] = deque()
@@ -195,56 +186,8 @@ class Sender:
         self._arrived(transfer)
 
     def _write(self, transfer: _Transfer, write: Callable[[bool], None], *, multipart: bool = False) -> bool:
-        """Write an object if there is none, and return whether it was this call that did.
-
-        A refusal because it is there already is no error when it is equal: then an earlier attempt of ours was carried
-        out and only its answer was lost.
-        """
-        for _ in range(_ATTEMPTS):
-            if_absent = self._complete_conditional if multipart else self._conditional
-            try:
-                write(if_absent)
-                return True
-            except StorageConflictError as error:
-                if self._equal(transfer):
-                    return False
-                # Nothing is there: it is gone again, or another write is under way.
-                last: StorageError = error
-                self._crew.stopped.wait(_PAUSE_SECONDS)
-            except StorageNotFoundError as error:
-                if error.code == "NoSuchBucket" or not multipart:
-                    raise
-                if self._equal(transfer):
-                    return False
-                raise self._upload_gone(transfer, error) from error
-            except (StorageError, TransportError) as error:
-                if isinstance(error, StorageError) and if_absent and refuses_condition(error):
-                    self._drop_condition(error, multipart)
-                    last = error
-                elif self._done_after_all(transfer, error):
-                    return False
-                else:
-                    raise
-        raise last
-
-    def _done_after_all(self, transfer: _Transfer, error: StorageError | TransportError) -> bool:
-        """Return whether a write whose answer never came, or was a failure of the store, was carried out.
-
-        Ceph answers 500 to a Complete that is repeated because the first answer was lost.
-        """
-        if isinstance(error, StorageError) and (error.status or 0) < 500:
-            return False
-        try:
-            return self._equal(transfer)
-        except (StorageError, TransportError):
-            return False  # the first error says more
-
-    def _drop_condition(self, error: StorageError, multipart: bool) -> None:
-        what = "completing a multipart upload" if multipart else "a PUT"
-        if self._complete_conditional if multipart else self._conditional:
-            _log.warning("%s takes no If-None-Match on %s (%s): writing without it", self._store.endpoint, what, error)
-        self._complete_conditional = False
-        self._conditional = self._conditional and multipart
+        """Write an object if there is none, and return whether it was this call that did."""
+        return self._once.write(transfer.key, write, lambda: self._equal(transfer), multipart=multipart)
 
     def _equal(self, transfer: _Transfer) -> bool:
         """Return whether the object is there and equal; raises SnapshotConflictError when it is other content."""
@@ -288,17 +231,6 @@ class Sender:
 
     def _metadata(self, transfer: _Transfer) -> dict[str, str]:
         return {SHA256_KEY: self.digests[transfer.file.name].sha256}
-
-    def _upload_gone(self, transfer: _Transfer, error: StorageError) -> StorageError:
-        return StorageError(
-            f"the multipart upload of s3://{self._store.bucket}/{transfer.key} is gone, and the object is not there",
-            action=error.action,
-            bucket=self._store.bucket,
-            key=transfer.key,
-            code=error.code,
-            status=error.status,
-            hint="another upload of the same directory may have cleaned up after this one: run it again",
-        )
 
     def _give_up(self, transfers: Sequence[_Transfer]) -> None:
         """Abort whatever is open. What cannot be aborted in time is logged, and recorded for the next upload."""

@@ -23,7 +23,7 @@ from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore
 
-__all__ = ["Claim", "claim_of", "read_claim", "refuses_condition", "take_claim"]
+__all__ = ["Claim", "claim_of", "read_claim", "refuses_condition", "stream_claim", "take_claim"]
 
 _log = logging.getLogger("cwtrain.storage")
 
@@ -99,6 +99,18 @@ def claim_of(files: Sequence[SnapshotFile], *, run_id: str | None, directory: st
         host=socket.gethostname(),
         directory=os.path.abspath(directory) if directory else "",
         files={file.name: _described(file) for file in files},
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def stream_claim(upload_id: str, *, run_id: str | None) -> Claim:
+    """Return the claim of a streamed upload: equal for all ranks that have the same ``upload_id``, for nobody else."""
+    return Claim(
+        uuid=upload_id,
+        run_id=run_id,
+        host=socket.gethostname(),
+        directory=f"memory (streamed, {upload_id})",
+        files={},
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     )
 

@@ -1,0 +1,468 @@
+"""Objects that are sent while they are being made, whose first bytes are known last: shards with their header.
+
+    upload = StreamUpload(store=store, location=location, identity="run-v000007", upload_id=new_id, run_id="run")
+    shard = upload.begin("model-r00000-00000.safetensors")
+    shard.write(frame)                  # copied into a block of a bounded pool; waits while the pool is in use
+    shard.finish(header)                # goes on in the background
+    upload.wait()                       # upload.digests has size and SHA-256 of all
+
+A small object is one PUT when it is finished. A larger one goes in parts as it grows; its first part, which the header
+belongs to, is held back and sent last, so no room has to be reserved for the header. SHA-256 needs the header before
+everything else: blocks that were sent are kept until then, as far as half the pool goes; of an object beyond that (one
+huge tensor) what the store has is read back.
+
+The claim is taken before the first byte is sent. Every object carries the upload's id as metadata, by which a write
+whose answer was lost is known again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from cwtrain.errors import SnapshotConflictError, StorageError
+from cwtrain.storage._crew import run_all
+from cwtrain.storage._hands import Hands
+from cwtrain.storage._memory_body import MemoryBody
+from cwtrain.storage._meter import Meter
+from cwtrain.storage._once import Once
+from cwtrain.storage._open_uploads import UploadRecord, abort_left_open, abort_quietly
+from cwtrain.storage.claim import Claim, read_claim, stream_claim, take_claim
+from cwtrain.storage.location import Location
+from cwtrain.storage.plan import SHA256_KEY, claim_name, claimed_by, conflict_error
+from cwtrain.storage.report import ObjectDigest
+from cwtrain.storage.store import ObjectInfo, ObjectStore
+
+__all__ = ["UPLOAD_KEY", "StreamSizes", "StreamUpload", "StreamedObject"]
+
+UPLOAD_KEY = "cwtrain-upload"
+"""The user metadata with the id of the streamed upload that an object belongs to."""
+
+_MIB = 1 << 20
+_MOST_PARTS = 10_000
+_GRACE_SECONDS = 5.0
+_ABORT_SECONDS = 10.0
+_READ_BLOCK = 1 << 20
+
+
+@attrs.frozen(kw_only=True)
+class StreamSizes:
+    """``pool_bytes`` of memory in blocks; objects up to ``single_bytes`` by one PUT, larger ones in parts."""
+
+    pool_bytes: int = 192 * _MIB
+    block_bytes: int = 4 * _MIB
+    part_bytes: int = 16 * _MIB
+    """At least 5 MiB, which S3 asks for; a multiple of the block."""
+    single_bytes: int = 64 * _MIB
+    """At least ``part_bytes``, and less than half the pool."""
+
+
+class StreamUpload:
+    """The streamed objects of one rank under one identity. Its methods are for one thread; the sending has its own.
+
+    ``workers`` threads send. Claims are equal for all that have the same ``upload_id``. Errors of the background are
+    raised by the next call: SnapshotConflictError where the identity is taken, StorageError naming the refused
+    permission, TransportError.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ObjectStore,
+        location: Location,
+        identity: str,
+        upload_id: str,
+        run_id: str | None = None,
+        workers: int = 4,
+        sizes: StreamSizes = StreamSizes(),
+        max_bytes_per_second: float | None = None,
+        record_directory: str | None = None,
+    ) -> None:
+        self.store = store
+        self.digests: dict[str, ObjectDigest] = {}
+        self.blocked_seconds = 0.0
+        """How long ``write`` waited for memory."""
+        self._location = location
+        self._identity = identity
+        self._upload_id = upload_id
+        self._claim = stream_claim(upload_id, run_id=run_id)
+        self._sizes = sizes
+        self._hands = Hands(max(1, min(workers, store.max_connections)), name="cwtrain-stream")
+        self._meter = Meter(stopped=self._hands.stopped, max_bytes_per_second=max_bytes_per_second)
+        self._record = UploadRecord(store, location, identity, directory=record_directory)
+        self._once: Once | None = None
+        self._begin_lock = threading.Lock()
+        self._free: list[memoryview] = []
+        self._made_bytes = 0
+        self._objects: list[StreamedObject] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that went out."""
+        return self._meter.sent_bytes
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long threads were hashing and sending, all together."""
+        return self._hands.busy_seconds
+
+    def begin(self, name: str) -> StreamedObject:
+        """Return a new object; nothing is sent yet."""
+        made = StreamedObject(self, name, self._location.key(self._identity, name), self._sizes, self._hands)
+        self._objects = [one for one in self._objects if one.open]
+        self._objects.append(made)
+        return made
+
+    def put(self, name: str, data: bytes) -> ObjectDigest:
+        """Write a whole object and wait for it."""
+        self.wait()
+        made = self.begin(name)
+        made.finish(data)
+        self.wait()
+        return self.digests[name]
+
+    def claim(self) -> None:
+        """Take the claim, if that was not done yet."""
+        self._hands.submit(self._claimed)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until everything that was finished is in the bucket. Raises the first error."""
+        self._hands.wait()
+
+    def check(self) -> None:
+        """Raise the first error of the background, if there was one."""
+        self._hands.check()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._hands.close(_GRACE_SECONDS)
+        self._record.close()
+        self._free.clear()
+
+    def abort(self, error: BaseException) -> None:
+        """Stop, and abort the multipart uploads that are open. What cannot be aborted is recorded for the next one."""
+        self._hands.fail(error)
+        for one in self._objects:
+            one.given_up = True
+        self._hands.close(_GRACE_SECONDS)
+        left = [one for one in self._objects if one.upload_id is not None]
+        run_all([partial(self._abort, one) for one in left], threads=4, seconds=_ABORT_SECONDS)
+        self._record.close()
+        self._free.clear()
+
+    # -- for the objects, in background threads --------------------------------------------------------------------
+
+    def _begun(self) -> Once:
+        """Return how to write, once the claim is ours."""
+        with self._begin_lock:
+            if self._once is None:
+                self._once = Once(self.store, stopped=self._hands.stopped, conditional=self._take_claim())
+            return self._once
+
+    def _claimed(self) -> None:
+        self._begun()
+
+    def _take_claim(self) -> bool:
+        """Take the claim of all ranks, and return whether the store takes conditions."""
+        held = read_claim(self.store, self._location, self._identity)
+        if held is None and (found := self._listed()):
+            # Another rank may have begun since we looked for the claim.
+            held = read_claim(self.store, self._location, self._identity)
+            if held is None:
+                reasons = dict.fromkeys(found, "it stands there without a claim")
+                raise conflict_error(self._location, self._identity, reasons)
+        if held is not None and held.uuid != self._upload_id:
+            raise self._taken(held)
+        held, conditional = take_claim(self.store, self._location, self._identity, self._claim)
+        if held.uuid != self._upload_id:
+            raise self._taken(held)
+        abort_left_open(self._record, self.store, self._location, self._identity)
+        return conditional
+
+    def _listed(self) -> list[str]:
+        prefix = self._location.prefix(self._identity)
+        found = [(one.key.removeprefix(prefix), one.size_bytes) for one in self.store.list_objects(prefix)]
+        return [name for name, size in found if name or size]  # but not a folder marker
+
+    def _taken(self, held: Claim) -> SnapshotConflictError:
+        return conflict_error(
+            self._location, self._identity, {claim_name(self._location, self._identity): claimed_by(held)}
+        )
+
+    def _take_block(self, asking: StreamedObject) -> memoryview:
+        """Return a free block; wait for one while the pool is in use."""
+        size = self._sizes.block_bytes
+        with self._hands.changed:
+            self.check()
+            if asking.kept_bytes * 2 >= self._sizes.pool_bytes:
+                asking.keep_no_more()
+            if not self._free and self._made_bytes + size <= self._sizes.pool_bytes:
+                self._made_bytes += size
+                return memoryview(bytearray(size))
+            if not self._free:
+                began = time.perf_counter()
+                self._hands.changed.wait_for(lambda: self._free or self._hands.error is not None)
+                self.blocked_seconds += time.perf_counter() - began
+                self.check()
+            return self._free.pop()
+
+    def _give_back(self, blocks: Sequence[memoryview]) -> None:
+        with self._hands.changed:
+            self._free.extend(blocks)
+            self._hands.changed.notify_all()
+
+    def _body(self, pieces: Sequence[bytes | memoryview], sha256: str | None = None) -> MemoryBody:
+        return MemoryBody(
+            pieces,
+            on_bytes=self._meter.add,
+            block=self._meter.block_bytes,
+            stopped=self._hands.stopped,
+            sha256=sha256,
+        )
+
+    def _metadata(self, sha256: str | None) -> dict[str, str]:
+        return {UPLOAD_KEY: self._upload_id, **({SHA256_KEY: sha256} if sha256 else {})}
+
+    def _ours(self, one: StreamedObject, sha256: str | None) -> bool:
+        """Return whether the object is there, from an attempt of ours; SnapshotConflictError when it is another."""
+        info = self.store.head(one.key)
+        if info is None:
+            return False
+        if info.size_bytes == one.size_bytes and self._is_mine(info, sha256):
+            return True
+        raise SnapshotConflictError(
+            f"s3://{self.store.bucket}/{one.key} was written by someone else meanwhile",
+            objects=(one.name,),
+            hint="a snapshot is never changed: publish under another identity",
+        )
+
+    def _is_mine(self, info: ObjectInfo, sha256: str | None) -> bool:
+        said = (info.metadata or {}).get(UPLOAD_KEY)
+        if said is not None:
+            return said == self._upload_id
+        return sha256 is not None and self._read_sha256(info.key) == sha256
+
+    def _arrived(self, one: StreamedObject, sha256: str | None) -> None:
+        """Compare what the store kept with what was sent, and note the object's digest."""
+        info = self.store.head(one.key)
+        if info is None or info.size_bytes != one.size_bytes:
+            kept = "nothing" if info is None else f"{info.size_bytes} bytes"
+            raise StorageError(
+                f"s3://{self.store.bucket}/{one.key}: {one.size_bytes} bytes were sent and the store kept {kept}",
+                bucket=self.store.bucket,
+                key=one.key,
+                hint="make the client with cwtrain.storage.s3_client(), which adds no checksum trailers to bodies",
+            )
+        digest = ObjectDigest(one.size_bytes, sha256 or self._read_sha256(one.key))
+        with self._hands.changed:
+            self.digests[one.name] = digest
+            one.open = False
+
+    def _read_sha256(self, key: str) -> str:
+        state = hashlib.sha256()
+        for block in self.store.stream(key):
+            state.update(block)
+        return state.hexdigest()
+
+    def _abort(self, one: StreamedObject) -> None:
+        upload_id = one.upload_id
+        if upload_id is not None and abort_quietly(self.store, one.key, upload_id):
+            self._record.closed(upload_id)
+
+
+class StreamedObject:
+    """One object; see ``StreamUpload.begin``."""
+
+    def __init__(self, upload: StreamUpload, name: str, key: str, sizes: StreamSizes, hands: Hands) -> None:
+        self.name = name
+        self.key = key
+        self.size_bytes = 0
+        """Bytes that were written; with the head, once it is finished."""
+        self.upload_id: str | None = None
+        self.given_up = False
+        self.open = True
+        self._upload = upload
+        self._hands = hands
+        self._sizes = sizes
+        self._per_part = sizes.part_bytes // sizes.block_bytes
+        self._blocks: list[memoryview] = []  # of the part that grows; before there are parts, of everything
+        self._fill = 0  # bytes in the last one
+        self._parts: list[list[memoryview]] = []  # full ones, as long as they are kept
+        self._sent: list[bool] = []
+        self._etags: list[str] = []
+        self._left = 0
+        self._keep = True
+        self._hashed = False
+        self._opening = threading.Lock()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of memory that it holds on to."""
+        return sum(len(block) for part in self._parts for block in part) + sum(map(len, self._blocks))
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``, which may be changed afterwards. Waits while the pool is in use."""
+        view = memoryview(data)
+        self.size_bytes += len(view)
+        while view:
+            if not self._blocks or self._fill == self._sizes.block_bytes:
+                self._next_block()
+            count = min(len(view), self._sizes.block_bytes - self._fill)
+            self._blocks[-1][self._fill : self._fill + count] = view[:count]
+            self._fill += count
+            view = view[count:]
+
+    def finish(self, head: bytes) -> None:
+        """Put ``head`` before everything and send what is left, in the background."""
+        self._upload.check()
+        self.size_bytes += len(head)
+        if self._blocks:
+            self._blocks[-1] = self._blocks[-1][: self._fill]
+        if not self._parts:
+            self._hands.submit(partial(self._put, [head, *self._blocks]))
+            return
+        if self._blocks:
+            self._end_part()
+        self._hands.submit(partial(self._send_first, head))
+
+    def _next_block(self) -> None:
+        full = len(self._blocks)
+        if self._parts:
+            if full == self._per_part:
+                self._end_part()
+        elif full * self._sizes.block_bytes >= self._sizes.single_bytes:
+            blocks, self._blocks = self._blocks, []
+            for begin in range(0, full, self._per_part):
+                self._blocks = blocks[begin : begin + self._per_part]
+                if len(self._blocks) == self._per_part:
+                    self._end_part()
+        self._blocks.append(self._upload._take_block(self))
+        self._fill = 0
+
+    def _end_part(self) -> None:
+        """Let the part that grew be sent; the first one is held back."""
+        number = len(self._parts)
+        if number == _MOST_PARTS:
+            raise StorageError(
+                f"{self.name} needs more than {_MOST_PARTS} parts", key=self.key, hint="give a larger part_bytes"
+            )
+        with self._hands.changed:
+            self._parts.append(self._blocks)
+            self._sent.append(False)
+            self._etags.append("")
+            self._left += 1
+        self._blocks = []
+        if number:
+            self._hands.submit(partial(self._send_part, number))
+
+    def keep_no_more(self) -> None:
+        """Give back what was sent, from now on at once; the object is read back for its SHA-256. Under the lock."""
+        self._keep = False
+        for number, sent in enumerate(self._sent):
+            if sent:
+                self._release(number)
+
+    def _release(self, number: int) -> None:
+        blocks, self._parts[number] = self._parts[number], []
+        self._upload._give_back([_whole(block) for block in blocks])
+
+    # -- in background threads -------------------------------------------------------------------------------------
+
+    def _put(self, pieces: list[bytes | memoryview]) -> None:
+        once = self._upload._begun()
+        sha256 = _sha256(pieces)
+        body = self._upload._body(pieces, sha256)
+
+        def write(if_absent: bool) -> None:
+            self._upload.store.put(self.key, body, metadata=self._upload._metadata(sha256), if_absent=if_absent)
+
+        once.write(self.key, write, lambda: self._upload._ours(self, sha256))
+        self._upload._arrived(self, sha256)
+        self._upload._give_back([_whole(piece) for piece in pieces[1:] if isinstance(piece, memoryview)])
+        self._blocks = []
+
+    def _opened(self) -> str:
+        """Return the id of the multipart upload, begun by whoever comes first."""
+        self._upload._begun()
+        with self._opening:
+            if self.upload_id is None:
+                record = self._upload._record
+                with record.opening(self.key) as asked:
+                    upload_id = self._upload.store.create_upload(self.key, metadata=self._upload._metadata(None))
+                    record.opened(self.key, upload_id, asked)
+                self.upload_id = upload_id
+            return self.upload_id
+
+    def _send_part(self, number: int) -> None:
+        self._send(number, self._parts[number])
+        with self._hands.changed:
+            if not self._keep or self._hashed:
+                self._release(number)
+
+    def _send_first(self, head: bytes) -> None:
+        """Hash everything, now that the header is known, and send the first part."""
+        sha256 = None
+        with self._hands.changed:
+            whole = self._keep
+        if whole:
+            sha256 = _sha256([head, *(block for part in self._parts for block in part)])
+            with self._hands.changed:
+                self._hashed = True
+                for number, sent in enumerate(self._sent):
+                    if sent:
+                        self._release(number)
+        with self._hands.changed:
+            # Sent last: whoever reads a part list sees that it is not complete.
+            self._hands.changed.wait_for(lambda: self._left == 1 or self._hands.stopped.is_set())
+        self._upload.check()
+        self._send(0, [memoryview(head), *self._parts[0]])
+        with self._hands.changed:
+            self._release(0)
+        self._complete(sha256)
+
+    def _send(self, number: int, pieces: list[memoryview]) -> None:
+        upload_id = self._opened()
+        etag = self._upload.store.upload_part(self.key, upload_id, number + 1, self._upload._body(pieces))
+        with self._hands.changed:
+            self._etags[number] = etag
+            self._sent[number] = True
+            self._left -= 1
+            self._hands.changed.notify_all()
+        if self.given_up:
+            self._upload._abort(self)  # this part arrived after the abort, and would be kept
+
+    def _complete(self, sha256: str | None) -> None:
+        upload_id = self.upload_id
+        assert upload_id is not None
+        store = self._upload.store
+
+        def write(if_absent: bool) -> None:
+            store.complete_upload(self.key, upload_id, self._etags, if_absent=if_absent)
+
+        once = self._upload._begun()
+        if once.write(self.key, write, lambda: self._upload._ours(self, sha256), multipart=True):
+            self._upload._record.closed(upload_id)
+        else:
+            self._upload._abort(self)  # the object is there; a refused Complete leaves the upload open
+        self.upload_id = None
+        self._upload._arrived(self, sha256)
+
+
+def _whole(block: memoryview) -> memoryview:
+    """Return the block that ``block`` is the beginning of."""
+    return memoryview(block.obj)
+
+
+def _sha256(pieces: Sequence[bytes | memoryview]) -> str:
+    state: Any = hashlib.sha256()
+    for piece in pieces:
+        for begin in range(0, len(piece), _READ_BLOCK):
+            state.update(piece[begin : begin + _READ_BLOCK])
+    return str(state.hexdigest())
