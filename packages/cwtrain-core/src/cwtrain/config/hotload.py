@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Mapping
 
 import attrs
@@ -13,10 +14,26 @@ from cwtrain.config._env import boolean, env, env_vars, load, positive_seconds, 
 from cwtrain.errors import ConfigError
 from cwtrain.models.service import PromptCachePolicy
 
-__all__ = ["HotLoadConfig"]
+__all__ = ["HotLoadConfig", "clean_run_id"]
 
 logger = logging.getLogger("cwtrain.config")
 _PREFIX = "CWTRAIN_HOTLOAD_"
+_MAX_RUN_ID = 96
+"""An identity has at most 128 characters, and epoch, version and suffix take the rest."""
+_NO_IDENTITY = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def clean_run_id(value: object) -> str:
+    """Return ``value`` as the prefix of identities: characters that no identity may have become ``-``.
+
+    Raises ConfigError for one that is too long or has neither a letter nor a digit.
+    """
+    run = _NO_IDENTITY.sub("-", str(value).strip())
+    if len(run) > _MAX_RUN_ID:
+        raise ConfigError(f"must have at most {_MAX_RUN_ID} characters: epoch and version are added to it")
+    if not run.strip("-._"):
+        raise ConfigError("must have a letter or a digit")
+    return run
 
 
 def _policy(value: str | PromptCachePolicy) -> PromptCachePolicy:
@@ -43,6 +60,7 @@ class HotLoadConfig:
     )
     run_id: str | None = attrs.field(
         default=None,
+        converter=attrs.converters.optional(clean_run_id),
         metadata=env(
             "CWTRAIN_HOTLOAD_RUN_ID",
             help="prefix of the run's identities; without it made from the disk directory's name and the time",

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
         SnapshotConflictError,
         SnapshotError,
     )
+    from cwtrain.hotload.bases import BaseTensors, CheckpointBase, MemoryBase, MirrorBase, TensorType
     from cwtrain.hotload.loader import HotLoader, ServedReport
     from cwtrain.hotload.mirror import DeltaReport, WeightMirror
     from cwtrain.hotload.progress import ProgressEvent
+    from cwtrain.hotload.publisher import Publisher, PublishOutcome, PublishState
+    from cwtrain.hotload.streamed import IdentityStanding, complete_streamed, free_identity, identity_standing
     from cwtrain.hotload.upload import upload_snapshot
+    from cwtrain.hotload.writer import ShardReceipt, SnapshotWriter, WrittenSnapshot, new_upload_id
     from cwtrain.models.service import (
         HotLoad,
         HotLoadReplica,
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from cwtrain.snapshots import inspect_snapshot
 
 __all__ = [
+    "BaseTensors",
+    "CheckpointBase",
     "DeltaReport",
     "HotLoad",
     "HotLoadFailedError",
@@ -52,35 +58,56 @@ __all__ = [
     "HotLoadTarget",
     "HotLoadTimeoutError",
     "HotLoader",
+    "IdentityStanding",
     "IncrementalSnapshotMetadata",
     "LocalSnapshot",
+    "MemoryBase",
+    "MirrorBase",
     "ProgressEvent",
     "PromptCachePolicy",
+    "PublishOutcome",
     "PublishPlan",
+    "PublishState",
+    "Publisher",
     "ReplicaState",
     "ServedReport",
+    "ShardReceipt",
     "SnapshotChainEntry",
     "SnapshotConflictError",
     "SnapshotError",
     "SnapshotKind",
     "SnapshotType",
+    "SnapshotWriter",
+    "TensorType",
     "WeightMirror",
+    "WrittenSnapshot",
+    "complete_streamed",
+    "free_identity",
+    "identity_standing",
     "inspect_snapshot",
+    "new_upload_id",
     "upload_snapshot",
 ]
 
 _ERRORS = ("HotLoadFailedError", "HotLoadTimeoutError", "SnapshotConflictError", "SnapshotError")
+_BASES = ("BaseTensors", "CheckpointBase", "MemoryBase", "MirrorBase", "TensorType")
+_STREAMED = ("IdentityStanding", "complete_streamed", "free_identity", "identity_standing")
+_WRITER = ("ShardReceipt", "SnapshotWriter", "WrittenSnapshot", "new_upload_id")
 _HOMES = {
     "HotLoader": "cwtrain.hotload.loader",
     "ServedReport": "cwtrain.hotload.loader",
     "DeltaReport": "cwtrain.hotload.mirror",
     "WeightMirror": "cwtrain.hotload.mirror",
     "ProgressEvent": "cwtrain.hotload.progress",
+    **dict.fromkeys(("PublishOutcome", "PublishState", "Publisher"), "cwtrain.hotload.publisher"),
     "upload_snapshot": "cwtrain.hotload.upload",
     "inspect_snapshot": "cwtrain.snapshots",
     "LocalSnapshot": "cwtrain.models.snapshot",
     "PublishPlan": "cwtrain.models.snapshot",
     "SnapshotKind": "cwtrain.models.snapshot",
+    **dict.fromkeys(_BASES, "cwtrain.hotload.bases"),
+    **dict.fromkeys(_STREAMED, "cwtrain.hotload.streamed"),
+    **dict.fromkeys(_WRITER, "cwtrain.hotload.writer"),
     **dict.fromkeys(_ERRORS, "cwtrain.errors"),
 }
 

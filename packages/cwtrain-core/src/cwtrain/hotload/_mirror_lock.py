@@ -15,17 +15,17 @@ __all__ = ["MirrorLock"]
 
 
 class MirrorLock:
-    """The lock of the mirror at ``root``, whose own files are in ``directory``. Taken when made."""
+    """The lock of the mirror (or of ``what``) at ``root``, its own files in ``directory``. Taken when made."""
 
-    def __init__(self, root: str, directory: str) -> None:
+    def __init__(self, root: str, directory: str, *, what: str = "mirror") -> None:
         self._note = os.path.join(directory, "holder.json")
         self._lock = FileLock(os.path.join(directory, "lock"), thread_local=False)
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise MirrorLockedError(
-                f"{root}: the mirror is in use {_holder(self._note)}",
-                hint="only one process works with a mirror at a time: stop the other one, or give each its own",
+                f"{root}: the {what} is in use {_holder(self._note)}",
+                hint=f"only one process works with a {what} at a time: stop the other one, or give each its own",
             ) from None
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         with open(self._note, "w", encoding="utf-8") as file:

@@ -204,6 +204,7 @@ class HotLoader:
         timeout: float | None = ...,
         on_progress: OnProgress | None = ...,
         workers: int = ...,
+        version: int | None = ...,
         dry_run: Literal[False] = ...,
     ) -> HotLoad: ...
 
@@ -219,6 +220,7 @@ class HotLoader:
         timeout: float | None = ...,
         on_progress: OnProgress | None = ...,
         workers: int = ...,
+        version: int | None = ...,
         dry_run: Literal[True],
     ) -> PublishPlan: ...
 
@@ -233,6 +235,7 @@ class HotLoader:
         timeout: float | None = None,
         on_progress: OnProgress | None = None,
         workers: int = 8,
+        version: int | None = None,
         dry_run: bool = False,
     ) -> HotLoad | PublishPlan:
         """Inspect, upload, hot-load ``checkpoint`` as ``identity`` and return the hot-load, COMPLETED if waited for.
@@ -240,7 +243,7 @@ class HotLoader:
         A delta needs its predecessor: ``previous_identity``, or a numeric ``base_version`` N in its index, which means
         ``weight_v{N:06d}``. The whole plan is checked before the first byte is written; ``dry_run=True`` returns it and
         writes nothing. ``timeout`` (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at
-        each step.
+        each step. ``version`` is the trainer's number, for the manifest and the events.
 
         Raises SnapshotLayoutError with all problems of the directory, SnapshotChainError for a predecessor that this
         deployment has not completed or a chain that is too long, SnapshotConflictError when the identity holds other
@@ -279,6 +282,7 @@ class HotLoader:
                 identity=identity,
                 choice=SnapshotChoice(snapshot.kind.value),
                 previous_identity=snapshot.previous_identity,
+                version=version,
                 run_id=self.run_id,
             )
         )
@@ -292,10 +296,10 @@ class HotLoader:
                     run_id=self.run_id,
                 )
             )
-            report = self._upload(snapshot, identity, workers=workers, on_progress=on_progress)
+            report = self._upload(snapshot, identity, workers=workers, on_progress=on_progress, version=version)
             hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
         except CWTrainError as error:
-            self.plugins.notify(SyncFailed(error=error, identity=identity, run_id=self.run_id))
+            self.plugins.notify(SyncFailed(error=error, identity=identity, version=version, run_id=self.run_id))
             raise
         timings = {
             **hot_load.timings,
@@ -308,7 +312,11 @@ class HotLoader:
         if hot_load.state is HotLoadState.COMPLETED:
             self.plugins.notify(
                 SyncCompleted(
-                    identity=identity, hot_load_id=hot_load.id, seconds=self._clock() - started, run_id=self.run_id
+                    identity=identity,
+                    hot_load_id=hot_load.id,
+                    seconds=self._clock() - started,
+                    version=version,
+                    run_id=self.run_id,
                 )
             )
         return attrs.evolve(hot_load, timings=timings)
@@ -463,7 +471,13 @@ class HotLoader:
             )
 
     def _upload(
-        self, snapshot: LocalSnapshot, identity: str, *, workers: int, on_progress: OnProgress | None
+        self,
+        snapshot: LocalSnapshot,
+        identity: str,
+        *,
+        workers: int,
+        on_progress: OnProgress | None,
+        version: int | None = None,
     ) -> UploadReport:
         def tell(progress: UploadProgress) -> None:
             if on_progress is not None:
@@ -478,6 +492,7 @@ class HotLoader:
             on_progress=tell,
             deployment_id=self.deployment_id,
             run_id=self.run_id,
+            version=version,
             max_bytes_per_second=self.max_bytes_per_second,
         )
         self.plugins.notify(

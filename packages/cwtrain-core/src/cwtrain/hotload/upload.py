@@ -70,9 +70,12 @@ def upload_with_manifest(
     on_progress: Callable[[UploadProgress], None] | None = None,
     deployment_id: str | None = None,
     run_id: str | None = None,
+    version: int | None = None,
     max_bytes_per_second: float | None = None,
 ) -> UploadReport:
     """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there.
+
+    ``version`` is the trainer's number for the manifest; a delta's own index has one too.
 
     Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
     """
@@ -92,7 +95,7 @@ def upload_with_manifest(
                 previous_identity=snapshot.previous_identity,
                 deployment_id=deployment_id,
                 run_id=run_id,
-                version=snapshot.version,
+                version=snapshot.version if version is None else version,
             )
             put_manifest(store, location, identity, manifest_to_bytes(manifest))
 

@@ -140,6 +140,11 @@ class Plugins:
         )
         return name
 
+    def plugin(self, name: str) -> object | None:
+        """Return what is registered as ``name``, None where nothing is."""
+        found: object | None = self._manager.get_plugin(name)
+        return found
+
     def unregister(self, name: str) -> None:
         """Remove the plugin called ``name``, if there is one."""
         if self._loaded.pop(name, None) is not None:

@@ -64,6 +64,10 @@ class Location:
         """Return the key of the manifest of ``identity``."""
         return f"{self.root}_manifests/{identity}.json"
 
+    def status_key(self, deployment_id: str) -> str:
+        """Return the key of the object that says how the base of a run gets into a deployment: it is overwritten."""
+        return f"{self.root}_manifests/{deployment_id}.status"
+
     def preflight_key(self, name: str) -> str:
         """Return the key of an object that only an access check asks for."""
         return f"{self.root}_preflight/{name}"

@@ -1,0 +1,248 @@
+"""One attempt to bring a snapshot into the deployment, and what is done about outages: nothing else repeats."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import attrs
+
+from cwtrain.config import HotLoadConfig
+from cwtrain.errors import (
+    CWTrainError,
+    FailedPreconditionError,
+    HotLoadCanceledError,
+    HotLoadError,
+    HotLoadFailedError,
+    HotLoadInProgressError,
+    StorageError,
+    WaitTimeoutError,
+)
+from cwtrain.hotload import chain as chains
+from cwtrain.hotload._plugin import PUBLISH
+from cwtrain.hotload._publish.decide import reload_first
+from cwtrain.hotload.loader import HotLoader
+from cwtrain.hotload.progress import OnProgress, ProgressEvent
+from cwtrain.infra._retry import is_retryable
+from cwtrain.infra._status import retry_floor
+from cwtrain.models.service import HotLoad, HotLoadState
+from cwtrain.models.sync import WeightSyncRequest, WeightSyncResult
+
+__all__ = ["Budget", "Sender", "ended_badly"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("cwtrain.hotload")
+_LEAST_SECONDS = 0.001
+"""What is left of a time that is over, where nothing else may be asked for: a last look."""
+
+
+@attrs.define
+class Budget:
+    """The time of one call: ``seconds`` in all, or without end (None)."""
+
+    seconds: float | None
+    clock: Callable[[], float] = time.monotonic
+    began: float = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.began = self.clock()
+
+    def spent(self) -> float:
+        """Return the seconds since the start."""
+        return self.clock() - self.began
+
+    def left(self) -> float:
+        """Return the seconds that are left, infinite without an end, at least 0."""
+        return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent())
+
+    def at_most(self, seconds: float) -> float:
+        """Return ``seconds``, or what is left if that is less."""
+        return max(_LEAST_SECONDS, min(seconds, self.left()))
+
+    def check(self, what: str) -> None:
+        """Raise WaitTimeoutError if the time is over; ``what`` says what was being done."""
+        if not self.left():
+            raise WaitTimeoutError(
+                f"the {self.seconds:g} s of this call are over; it was {what}",
+                last_seen=what,
+                hint="the same call goes on where this one stopped. CWTRAIN_HOTLOAD_DEADLINE sets the time; a full "
+                "snapshot takes longest",
+            )
+
+
+@attrs.define
+class Sender:
+    """What sends and waits, for one publisher. ``on_progress`` is told what goes on."""
+
+    loader: HotLoader
+    settings: HotLoadConfig
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    on_progress: OnProgress | None = None
+
+    # -- outages ---------------------------------------------------------------------------------------------------
+
+    def through_outages(self, call: Callable[[], T], budget: Budget, what: str) -> T:
+        """Return what ``call`` returns, made again while the service or the store does not answer.
+
+        For as long as TIMEOUT for one outage, and no longer than ``budget``. Every call here goes on where the last one
+        stopped, so it can be made again. Anything but an outage is raised at once.
+        """
+        began: float | None = None
+        while True:
+            try:
+                return call()
+            except CWTrainError as error:
+                if not _passes(error):
+                    raise
+                now = self.clock()
+                began = now if began is None else began
+                left = min(budget.left(), self.settings.timeout - (now - began))
+                if left <= 0:
+                    raise
+                _log.warning("%s: no usable answer, trying again for %.0f s: %s", what, min(left, 1e9), error)
+                self.sleep(min(max(self.loader.poll_interval, retry_floor(error)), left))
+
+    # -- what the service has --------------------------------------------------------------------------------------
+
+    def hot_loads(self, budget: Budget) -> list[HotLoad]:
+        """Return the deployment's hot-loads, newest first, whatever outage there is."""
+        return self.through_outages(self.loader.hot_loads, budget, "listing the hot-loads")
+
+    def wait(self, hot_load_id: str, budget: Budget) -> HotLoad:
+        """Return a hot-load that has COMPLETED. Raises as ``HotLoader.wait``."""
+        seconds = budget.at_most(self.settings.timeout)
+        return self.through_outages(
+            lambda: self.loader.wait(hot_load_id, timeout=seconds, on_progress=self.on_progress),
+            budget,
+            "waiting for a hot-load",
+        )
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def publish(self, request: WeightSyncRequest, *, version: int | None, wait: bool, budget: Budget) -> HotLoad:
+        """Have ``request`` done, by a plugin or by core, and return the hot-load as the service has it.
+
+        With ``wait`` it is COMPLETED. Raises what ``HotLoader.publish`` raises.
+        """
+        done: list[HotLoad] = []
+
+        def core(asked: WeightSyncRequest) -> WeightSyncResult:
+            started = self.clock()
+            hot_load = self._publish(asked, version=version, wait=wait, budget=budget)
+            done.append(hot_load)
+            return WeightSyncResult(identity=hot_load.identity, hot_load_id=hot_load.id, seconds=self.clock() - started)
+
+        asked = attrs.evolve(request, settings={**request.settings, "wait": wait, "version": version, PUBLISH: core})
+        result = self.loader.plugins.sync_weights(asked)
+        if done and result is not None and result.hot_load_id == done[-1].id:
+            return done[-1]
+        return self._done_by_plugin(request, result, wait=wait, budget=budget)
+
+    def trigger(self, identity: str, *, previous_identity: str | None, wait: bool, budget: Budget) -> HotLoad:
+        """Hot-load what is in the bucket already, and return the hot-load."""
+        return self.through_outages(
+            lambda: self.loader.trigger(
+                identity,
+                previous_identity=previous_identity,
+                prompt_cache_policy=self.settings.prompt_cache_policy,
+                wait=wait,
+                timeout=budget.at_most(self.settings.timeout),
+                on_progress=self._watch(budget),
+            ),
+            budget,
+            f"hot-loading {identity}",
+        )
+
+    def _publish(self, request: WeightSyncRequest, *, version: int | None, wait: bool, budget: Budget) -> HotLoad:
+        def attempt() -> HotLoad:
+            budget.check(f"about to publish {request.identity}")
+            return self.loader.publish(
+                request.path,
+                request.identity,
+                previous_identity=request.previous_identity,
+                prompt_cache_policy=self.settings.prompt_cache_policy,
+                wait=wait,
+                timeout=budget.at_most(self.settings.timeout),
+                on_progress=self._watch(budget),
+                workers=self.settings.upload_workers,
+                version=version,
+            )
+
+        what = f"publishing {request.identity}"
+        try:
+            return self.through_outages(attempt, budget, what)
+        except HotLoadInProgressError:
+            raise
+        except FailedPreconditionError as error:
+            served = chains.latest_completed(self.hot_loads(budget))
+            previous = request.previous_identity
+            if not reload_first(previous, served.identity if served else None, refused=True):
+                raise
+            assert previous is not None
+            _log.warning(
+                "the deployment refuses a chain through %s, which it does not serve now (%s): that is hot-loaded again "
+                "first",
+                previous,
+                error,
+            )
+            self.through_outages(
+                lambda: self.loader.rollback(
+                    previous,
+                    prompt_cache_policy=self.settings.prompt_cache_policy,
+                    timeout=budget.at_most(self.settings.timeout),
+                    on_progress=self._watch(budget),
+                ),
+                budget,
+                f"hot-loading {previous} again",
+            )
+            return self.through_outages(attempt, budget, what)
+
+    def _done_by_plugin(
+        self, request: WeightSyncRequest, result: WeightSyncResult | None, *, wait: bool, budget: Budget
+    ) -> HotLoad:
+        """Return the hot-load of which a plugin says that it did the work: what the service says counts."""
+        if result is None or result.hot_load_id is None:
+            raise HotLoadError(
+                f"a plugin took {request.identity} over and names no hot-load: it does not count as published",
+                hint="let cwtrain_sync_weights return None, or a WeightSyncResult with the hot_load_id",
+            )
+        found = next((one for one in self.hot_loads(budget) if one.id == result.hot_load_id), None)
+        if found is None or found.identity != request.identity:
+            raise HotLoadError(
+                f"a plugin says that hot-load {result.hot_load_id} brought {request.identity}, and the deployment has "
+                f"{'no such hot-load' if found is None else f'it for {found.identity}'}",
+                hint="let cwtrain_sync_weights publish the identity that it is asked for",
+            )
+        if found.state in (HotLoadState.FAILED, HotLoadState.CANCELED) or (wait and not found.state.terminal):
+            return self.wait(found.id, budget)
+        return found
+
+    def _watch(self, budget: Budget) -> OnProgress:
+        """Return what stops an upload whose time is over, and passes everything on."""
+
+        def tell(event: ProgressEvent) -> None:
+            if event.upload is not None:
+                budget.check(f"still {event.summary()}")
+            if self.on_progress is not None:
+                self.on_progress(event)
+
+        return tell
+
+
+def ended_badly(error: CWTrainError) -> bool:
+    """Return whether the service says that a hot-load FAILED or was CANCELED."""
+    return isinstance(error, (HotLoadFailedError, HotLoadCanceledError))
+
+
+def _passes(error: CWTrainError) -> bool:
+    """Return whether this is an outage of the service or of the store, which passes."""
+    if isinstance(error, StorageError):
+        return error.status is not None and (
+            error.status in (408, 429) or (error.status >= 500 and error.status != 501)
+        )
+    return is_retryable(error)

@@ -1,0 +1,341 @@
+"""The one state machine behind every trainer: from "the trainer wrote this directory" to weights that are served.
+
+    from cwtrain.config import HotLoadConfig
+    from cwtrain.hotload import Publisher
+
+    publisher = Publisher(HotLoadConfig.from_env(), disk_dir="/ckpt/updates", base="/ckpt/base")
+    publisher.baseline()                                   # publishes the base once, in a thread
+    publisher.publish_directory("/ckpt/updates/weight_v000001")
+    publisher.finish()
+
+**States.** Two numbers are kept apart. *Written* is the trainer's last version; the mirror follows it. *Acknowledged*
+is the last identity whose hot-load COMPLETED, with the written versions that have its bytes. Between them a publish is
+*pending*: begun (its identity is taken), accepted (the hot-load is known), then acknowledged or refused.
+
+    baseline call ──> epoch opened ──> base PUBLISHING ──> base acknowledged
+    numbered call ──> settled ──> placed (next, same, new epoch) ──> mirrored, written ──> decided
+        full | delta ──> began ──> accepted ──> acknowledged        (WAIT=0 returns at accepted; the next call settles)
+                                          └──> refused ──> a delta once more in full, else an error
+        skip ──> an empty version has the bytes of what is acknowledged
+
+**Journal.** Every arrow is written to ``STATE_DIR/journal.json`` before what follows it, so a process that is killed
+anywhere goes on: each step is safe to repeat, and what became of a pending hot-load is asked of the service.
+
+**Where what is decided:** ``_publish/decide.py`` (full, delta or nothing; where a version stands; what the base needs;
+chains through older snapshots), ``_publish/names.py`` (identities), ``_publish/epochs.py`` (who may publish). All other
+modules of ``_publish`` do what was decided. Metrics are those of ``cwtrain.hotload._publish.report``.
+
+One process at a time works with a STATE_DIR, on the one rank that publishes. Nothing here is a collective: adapters let
+their other ranks wait. Every method raises a ``CWTrainError`` with a hint.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from cwtrain.config import HotLoadConfig
+from cwtrain.errors import CWTrainError, HotLoadError
+from cwtrain.events import SyncFailed, WeightsWritten, WriteMode
+from cwtrain.hotload._plugin import with_defaults
+from cwtrain.hotload._publish.baseline import Baseline, check_base
+from cwtrain.hotload._publish.follow import Follower
+from cwtrain.hotload._publish.housekeeping import PublishedNote, read_note, write_note
+from cwtrain.hotload._publish.journal import Journal
+from cwtrain.hotload._publish.look import NumberOf, look_at, weight_v_number
+from cwtrain.hotload._publish.names import default_run_id, identity_of
+from cwtrain.hotload._publish.numbered import Numbered, PublishOutcome, PublishState
+from cwtrain.hotload._publish.send import Budget, Sender
+from cwtrain.hotload._publish.state import State, WriteKind
+from cwtrain.hotload.loader import HotLoader
+from cwtrain.hotload.progress import OnProgress
+from cwtrain.models.sync import SnapshotChoice
+
+if TYPE_CHECKING:
+    from cwtrain.infra.client import InferenceClient
+    from cwtrain.plugins import Plugins
+
+__all__ = ["PublishOutcome", "PublishState", "PublishedNote", "Publisher", "read_note"]
+
+_log = logging.getLogger("cwtrain.hotload")
+
+_MODES = {
+    WriteKind.BASELINE: WriteMode.ROOT,
+    WriteKind.DELTA: WriteMode.DELTA,
+    WriteKind.EMPTY: WriteMode.DELTA,
+    WriteKind.FULL: WriteMode.FULL,
+}
+
+
+class Publisher:
+    """Publishes a trainer's versions to one deployment; made once, on the one rank that publishes.
+
+    ``disk_dir`` is the directory that holds the trainer's version directories, ``base`` the checkpoint that its first
+    delta applies to (``--hf-checkpoint``). ``number_of`` reads the version from a directory's name (by default
+    ``weight_v000007``). ``framework`` and ``world_size`` are for the events. ``client`` is an ``InferenceClient``,
+    ``s3`` a boto3 client or an object store; both are made from the environment without them. ``on_progress`` hears of
+    uploads and hot-loads. ``poll_interval`` is in seconds.
+
+    Raises ConfigError for settings that do not fit together, MirrorLockedError naming the process that works with the
+    same STATE_DIR.
+    """
+
+    def __init__(
+        self,
+        settings: HotLoadConfig,
+        *,
+        disk_dir: str | os.PathLike[str],
+        base: str | os.PathLike[str] | None = None,
+        framework: str = "own",
+        world_size: int = 1,
+        client: InferenceClient | None = None,
+        s3: Any = None,
+        plugins: Plugins | None = None,
+        number_of: NumberOf = weight_v_number,
+        poll_interval: float = 5.0,
+        on_progress: OnProgress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.settings = settings
+        self.disk_dir = os.path.realpath(os.fspath(disk_dir))
+        self.base = None if base is None else os.path.realpath(os.fspath(base))
+        self.run_id = settings.run_id or _stamped(self.disk_dir)
+        self._framework = framework
+        self._world_size = world_size
+        self._number_of = number_of
+        self._clock = clock
+        if client is None:
+            from cwtrain.infra.client import InferenceClient
+
+            client = InferenceClient()
+        if plugins is None:
+            from cwtrain.plugins import get_plugins
+
+            plugins = get_plugins()
+        self._plugins = plugins
+        self._defaults = with_defaults(plugins)
+        loader = HotLoader(
+            client,
+            settings.deployment_id,
+            s3=s3,
+            poll_interval=poll_interval,
+            timeout=settings.timeout,
+            plugins=plugins,
+            run_id=self.run_id,
+            clock=clock,
+            sleep=sleep,
+        )
+        self.loader = loader
+        self._journal = Journal(
+            settings.state_dir or f"{self.disk_dir}-hotload", run_id=self.run_id, deployment_id=settings.deployment_id
+        )
+        self._follower = None
+        if settings.keeps_mirror:
+            self._follower = Follower(self._journal, where=lambda: (loader.store, loader.location), log=_log.warning)
+        self._sender = Sender(loader, settings, clock, sleep, on_progress)
+        self._numbered = Numbered(
+            settings, self._journal, self._follower, self._sender, self.disk_dir, self.base, clock
+        )
+        self._mutex = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._baseline_error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"Publisher(run_id={self.run_id!r}, deployment_id={self.settings.deployment_id!r})"
+
+    # -- what it knows ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """What the journal says: epoch, written, acknowledged, pending."""
+        return self._journal.state
+
+    @property
+    def state_dir(self) -> Path:
+        """Where journal and mirror lie."""
+        return Path(self._journal.root)
+
+    @property
+    def baseline_running(self) -> bool:
+        """Whether the base checkpoint is still on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # -- what a trainer calls --------------------------------------------------------------------------------------
+
+    def baseline(self, *, wait_seconds: float | None = None) -> PublishOutcome:
+        """Have the base checkpoint served, and return after at most BASELINE_WAIT (or ``wait_seconds``).
+
+        What can be checked at once is. The publish then goes on in a thread; the first numbered call waits for it, and
+        rollouts read how it goes from the status object (``cwtrain.hotload.status``). Opens an epoch. The same run
+        started again finds the base published and equal, and uploads nothing.
+
+        Raises what has gone wrong by then; a later failure is raised by the first numbered call.
+        """
+        with self._mutex:
+            self._join()
+            self._baseline_error = None
+            self._plugins.notify(self._event(WriteKind.BASELINE, self.disk_dir, None))
+            return self._start_baseline(self.settings.baseline_wait if wait_seconds is None else wait_seconds)
+
+    def publish_directory(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        number: int | None = None,
+        deadline: float | None = None,
+    ) -> PublishOutcome:
+        """Publish what the trainer wrote at ``path``, and say what was done.
+
+        What it is follows from its content: ``disk_dir`` itself is a baseline call; otherwise a delta, an empty one or
+        a full snapshot. ``number`` is the trainer's version, where its name does not say it. ``deadline`` bounds the
+        call in seconds, upload included, where DEADLINE does not say so; joining the baseline is not counted. The
+        directory is read until this returns, and not afterwards.
+
+        The same call made again, after an error or in a new process, goes on where it stopped.
+
+        Raises SnapshotLayoutError, SnapshotChainError, SnapshotConflictError, StorageError naming a refused permission,
+        HotLoadFailedError, WaitTimeoutError; ConfigError where settings do not fit what was written.
+        """
+        with self._mutex:
+            try:
+                look = look_at(path, disk_dir=self.disk_dir, number=number, number_of=self._number_of)
+                self._plugins.notify(self._event(look.kind, look.path, look.number))
+                if look.kind is WriteKind.BASELINE:
+                    self._join()
+                    self._baseline_error = None
+                    return self._start_baseline(self.settings.baseline_wait)
+                self._join()
+                seconds = self.settings.deadline if self.settings.deadline is not None else deadline
+                event = self._event(look.kind, look.path, look.number)
+                return self._numbered.run(look, event, Budget(seconds, self._clock))
+            except CWTrainError as error:
+                self._tell_failure(error, number)
+                raise
+
+    def finish(self, *, deadline: float | None = None) -> None:
+        """Wait for what is still on its way: the baseline, and with WAIT=0 the last hot-load.
+
+        Raises HotLoadError where what the trainer wrote last is not served and cannot be brought.
+        """
+        with self._mutex:
+            self._join()
+            self._numbered.finish(Budget(deadline, self._clock))
+
+    def close(self) -> None:
+        """Let another process work with STATE_DIR. Waits for nothing; can be called twice."""
+        if self._follower is not None and not self.baseline_running:
+            self._follower.close()
+        self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def note_checkpoint(self, directory: str | os.PathLike[str], *, step: int) -> str:
+        """Write (step, version, identity) beside the trainer's checkpoint in ``directory``, and return the file's path.
+
+        ``read_note`` reads it: a resume then starts from the snapshot that has the checkpoint's weights. Raises
+        HotLoadError while nothing is published.
+        """
+        state = self.state
+        written, known, pending = state.written, state.acknowledged, state.pending
+        number = written.number if written is not None else 0
+        acknowledged = known is not None and (known.holds(number) or written is None)
+        identity = known.identity if known is not None and acknowledged else pending.identity if pending else None
+        if identity is None:
+            raise HotLoadError(
+                f"run {self.run_id} has published nothing that holds version {number}",
+                hint="write the note after a publish",
+            )
+        note = PublishedNote(
+            step=step,
+            version=number,
+            identity=identity,
+            run_id=self.run_id,
+            epoch=state.epoch,
+            deployment_id=self.settings.deployment_id,
+            acknowledged=acknowledged,
+        )
+        return write_note(directory, note)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _start_baseline(self, wait_seconds: float) -> PublishOutcome:
+        snapshot = check_base(self.base, mirror_path=self._journal.mirror_path if self._follower else None)
+        baseline = Baseline(self.base, self.settings, self._journal, self._follower, self._sender)
+
+        def work() -> None:
+            try:
+                baseline.run(snapshot)
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the thread
+                self._baseline_error = error
+                _log.error("the base checkpoint could not be published: %s", error)
+
+        # A daemon: a process whose main thread has ended must not stay for it. Nothing is lost, the next start goes on.
+        self._thread = threading.Thread(target=work, name="cwtrain-baseline", daemon=True)
+        self._thread.start()
+        self._thread.join(wait_seconds)
+        running = self._thread.is_alive()
+        if running:
+            _log.warning(
+                "the base checkpoint is still being published after %.0f s; the first version waits for it",
+                wait_seconds,
+            )
+        else:
+            self._raise_baseline_error()
+        state = self.state
+        return PublishOutcome(
+            identity=state.acknowledged.identity if state.acknowledged else identity_of(self.run_id, 1, 0),
+            kind=SnapshotChoice.FULL,
+            number=0,
+            epoch=state.epoch,
+            state=PublishState.PUBLISHING if running else PublishState.COMPLETED,
+        )
+
+    def _join(self) -> None:
+        """Wait for the baseline's thread, and raise what became of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_baseline_error()
+
+    def _raise_baseline_error(self) -> None:
+        error = self._baseline_error
+        if error is not None:
+            raise error
+
+    def _event(self, kind: WriteKind, path: str, number: int | None) -> WeightsWritten:
+        return WeightsWritten(
+            framework=self._framework,
+            path=path,
+            mode=_MODES[kind],
+            version=number,
+            world_size=self._world_size,
+            run_id=self.run_id,
+        )
+
+    def _tell_failure(self, error: CWTrainError, number: int | None) -> None:
+        if self._defaults.last_failure is not error:
+            self._plugins.notify(SyncFailed(error=error, version=number, run_id=self.run_id))
+
+
+def _stamped(disk_dir: str) -> str:
+    run = default_run_id(disk_dir, dt.datetime.now(dt.UTC))
+    _log.warning(
+        "CWTRAIN_HOTLOAD_RUN_ID is not set: this run is %s, and a restart will be another run that publishes its base "
+        "again. Set it to go on after a restart",
+        run,
+    )
+    return run
