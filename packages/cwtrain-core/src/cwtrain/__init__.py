@@ -13,17 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cwtrain.hotload import HotLoader, upload_snapshot
+    from cwtrain.hotload import HotLoader, SnapshotWriter, upload_snapshot
     from cwtrain.infra import InferenceClient
     from cwtrain.snapshots import inspect_snapshot
 
     __version__: str
 
-__all__ = ["HotLoader", "InferenceClient", "__version__", "inspect_snapshot", "upload_snapshot"]
+__all__ = ["HotLoader", "InferenceClient", "SnapshotWriter", "__version__", "inspect_snapshot", "upload_snapshot"]
 
 _HOMES = {
     "HotLoader": "cwtrain.hotload",
     "InferenceClient": "cwtrain.infra",
+    "SnapshotWriter": "cwtrain.hotload",
     "inspect_snapshot": "cwtrain.snapshots",
     "upload_snapshot": "cwtrain.hotload",
 }

@@ -1,7 +1,7 @@
 """What the deltas of a ``SnapshotWriter`` apply to: bytes of the previous version, in memory, on the disk, in a mirror.
 
-A base follows what is written: while a snapshot is written the new bytes replace the old ones, and ``commit`` says whose
-bytes they are now. A writer that fails ``abandon``\\ s them: what lies in memory is then half old and half new, so the
+A base follows what is written: while a snapshot is written the new bytes replace the old ones, and ``commit`` says
+whose bytes they are now. A writer that fails abandons them: what lies in memory is then half old and half new, so the
 next snapshot has to be a full one, which fills the base again. A mirror keeps its old version.
 """
 
@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 import attrs
 
 from cwtrain.errors import SnapshotError
+from cwtrain.hotload._mirror_slots import SlotWriter
 from cwtrain.hotload.mirror import WeightMirror
 from cwtrain.snapshots._files import RegularFile
-from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, open_checkpoint
+from cwtrain.snapshots.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = ["BaseTensors", "CheckpointBase", "MemoryBase", "MirrorBase", "TensorType"]
 
@@ -45,6 +46,10 @@ class BaseTensors(Protocol):
     def shared(self) -> bool:
         """Whether it has the tensors of all ranks; otherwise it has exactly those that its own rank adds."""
 
+    @property
+    def sparse(self) -> bool:
+        """Whether only what differs has to be written."""
+
     def types(self) -> Mapping[str, TensorType]:
         """Return what tensors there are."""
 
@@ -58,7 +63,7 @@ class BaseTensors(Protocol):
         """Fill ``into`` with the old bytes from ``start`` on."""
 
     def write(self, name: str, start: int, data: memoryview) -> None:
-        """Take new bytes; those that are not written are as they were."""
+        """Take new bytes."""
 
     def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
         """Say that the new bytes are those of ``identity``. ``checksums`` are those of the tensors that changed."""
@@ -92,6 +97,11 @@ class MemoryBase:
     def shared(self) -> bool:
         """False: each rank keeps what it adds."""
         return False
+
+    @property
+    def sparse(self) -> bool:
+        """True: what is not written stays."""
+        return True
 
     @property
     def size_bytes(self) -> int:
@@ -187,6 +197,11 @@ class CheckpointBase:
         """True: it has all tensors."""
         return True
 
+    @property
+    def sparse(self) -> bool:
+        """True: nothing is written."""
+        return True
+
     def types(self) -> Mapping[str, TensorType]:
         """Return what tensors there are."""
         return self._types
@@ -240,9 +255,10 @@ class MirrorBase:
     def __init__(self, mirror: WeightMirror, identity: str | None) -> None:
         self._mirror = mirror
         self._identity = identity
-        self._tensors: Mapping[str, Tensor] = mirror._checkpoint().tensors
         self._inner = CheckpointBase(mirror._checkpoint(), identity)
+        self._tensors = mirror._checkpoint().tensors
         self._stack = ExitStack()
+        self._target: SlotWriter | None = None
 
     def __repr__(self) -> str:
         return f"MirrorBase({self._mirror!r}, identity={self._identity!r})"
@@ -257,20 +273,26 @@ class MirrorBase:
         """True: it has all tensors."""
         return True
 
+    @property
+    def sparse(self) -> bool:
+        """False: the next version lies in files of its own."""
+        return False
+
     def types(self) -> Mapping[str, TensorType]:
         """Return what tensors there are."""
         return self._inner.types()
 
     def begin(self, *, fill: bool) -> None:
-        """Open the files of the next version."""
-        self._writing = self._mirror._advance_to()
-        self._target = self._stack.enter_context(self._writing)
+        """Open the files of the next version. Raises SnapshotError where the disk has no room for it."""
+        self._mirror._check_usable()
+        shards = list(self._mirror._shards.values())
+        self._target = self._stack.enter_context(self._mirror._writing(shards, frozenset(self._tensors)))
 
     def declare(self, name: str, kind: TensorType) -> None:
         """Check that the mirror has such a tensor. Raises SnapshotError."""
         if self.types().get(name) != kind:
             raise SnapshotError(
-                f"tensor {name!r} is {kind.dtype} {list(kind.shape)}, which the mirror {self._mirror.path} does not have",
+                f"tensor {name!r} is {kind.dtype} {list(kind.shape)}, which {self._mirror.path} does not have",
                 hint="make the mirror again from a full snapshot of this model",
             )
 
@@ -280,21 +302,38 @@ class MirrorBase:
 
     def write(self, name: str, start: int, data: memoryview) -> None:
         """Take new bytes."""
+        assert self._target is not None
         self._target.write(self._tensors[name], start, [data], [])
 
     def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
         """Let the new version count, on the disk."""
+        held = self._mirror.checksums
+        changed = {name: value for name, value in checksums.items() if held[name] != value}
+        assert self._target is not None
+        done = self._target.finish(changed, frozenset(changed))
+        self._stack.close()
+        self._target = None
+        self._inner.close()
+        self._mirror._switch(version if version is not None else identity, done)
+        self._inner = CheckpointBase(self._mirror._checkpoint(), identity)
+        self._tensors = self._mirror._checkpoint().tensors
+        self._identity = identity
 
     def abandon(self) -> None:
         """Keep the old version."""
+        self._inner.close()
+        if self._target is None:
+            return
+        self._target = None
+        with contextlib.suppress(_AbandonedError), self._stack:
+            raise _AbandonedError
+
+
+class _AbandonedError(Exception):
+    """Tells the mirror that its next version was not written."""
 
 
 def _types(checkpoint: Checkpoint) -> dict[str, TensorType]:
     return {
         name: TensorType(tensor.dtype, tensor.shape, tensor.size_bytes) for name, tensor in checkpoint.tensors.items()
     }
-
-
-@contextlib.contextmanager
-def _unused() -> Iterator[None]:
-    yield

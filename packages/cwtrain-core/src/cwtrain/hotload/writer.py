@@ -1,4 +1,4 @@
-"""Tensors in, a published snapshot out: each one encoded, hashed and uploaded while the next is being produced.
+"""Tensors in, a snapshot in the bucket out: each one encoded, hashed and uploaded while the next is being produced.
 
     from cwtrain.hotload import MemoryBase, SnapshotWriter
 
@@ -8,104 +8,70 @@
             writer.add(name, tensor)                     # numpy, torch, or any buffer
         written = writer.finalise([writer.close()])
 
-    with SnapshotWriter(store, location, "run-v000002", kind="delta", base=base,
-                        previous_identity="run-v000001") as writer:
+    with SnapshotWriter(store, location, "run-v000002", kind="delta", base=base) as writer:
         ...
 
 Nothing touches the disk. Several ranks write one snapshot together: each makes a writer with the same ``upload_id`` and
-its own ``rank``, adds its own tensors and ``close``\\ s; the caller's own collective carries the small receipts to
-rank 0, whose ``finalise`` writes manifest and index. Until then no reader sees anything.
+its own ``rank``, adds its own tensors and closes; the caller's own collective carries the small receipts to rank 0,
+whose ``finalise`` writes manifest and index. Until then no reader sees anything.
+
+``store`` and ``location`` are those of the deployment (``HotLoader.store``, ``HotLoader.location``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-import attrs
-
-from cwtrain.hotload.bases import BaseTensors
-from cwtrain.models.snapshot import SnapshotKind
+from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
+from cwtrain.hotload._writer_index import streamed_index
+from cwtrain.hotload._writer_receipts import ShardReceipt, WrittenSnapshot, check_receipts, written_snapshot
+from cwtrain.hotload._writer_shards import ShardSink
+from cwtrain.hotload._writer_side import read_side_files
+from cwtrain.hotload.bases import BaseTensors, TensorType
+from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
+from cwtrain.snapshots._inputs import tensor_input
+from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, worker_count
+from cwtrain.snapshots._pipeline import Pipeline
+from cwtrain.snapshots.identity import check_identity, check_previous_identity
+from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
+from cwtrain.storage.stream import StreamSizes, StreamUpload
 
 __all__ = ["ShardReceipt", "SnapshotWriter", "WrittenSnapshot", "new_upload_id"]
 
 DEFAULT_MEMORY_BYTES = 320 << 20
+_MOST_WORKERS = 8
+_MIB = 1 << 20
+_LEAST_POOL_BYTES = 48 * _MIB
+_SLOTS_A_WORKER = 2
 
 
 def new_upload_id() -> str:
     """Return what the ranks of one snapshot have in common: made on one of them and given to all."""
-    raise NotImplementedError
-
-
-@attrs.frozen(kw_only=True)
-class ShardReceipt:
-    """What one rank wrote. Small, and pickles."""
-
-    identity: str
-    upload_id: str
-    kind: SnapshotKind
-    rank: int
-    ranks: int
-    objects: Mapping[str, ObjectDigest] = attrs.field(factory=dict, repr=False)
-    """Size and SHA-256 of its shards."""
-    weight_map: Mapping[str, str] = attrs.field(factory=dict, repr=False)
-    """The tensors in its shards: for a delta those that changed."""
-    checksums: Mapping[str, str] = attrs.field(factory=dict, repr=False)
-    """Adler-32 of every tensor that was added, changed or not."""
-    raw_bytes: int = 0
-    changed_bytes: int = 0
-    seconds: Mapping[str, float] = attrs.field(factory=dict)
-    error: str | None = None
-    """Why this rank failed; None where it did not."""
-
-
-@attrs.frozen(kw_only=True)
-class WrittenSnapshot:
-    """A snapshot that is in the bucket, manifest and index included; or an empty delta, of which nothing is."""
-
-    identity: str
-    kind: SnapshotKind
-    uri: str
-    previous_identity: str | None
-    empty: bool
-    """True for a delta in which nothing changed: nothing was uploaded, skip the version."""
-    tensors: int
-    changed_tensors: int
-    raw_bytes: int
-    changed_bytes: int
-    uploaded_bytes: int
-    objects: Mapping[str, ObjectDigest] = attrs.field(factory=dict, repr=False)
-    checksums: Mapping[str, str] = attrs.field(factory=dict, repr=False)
-    seconds: Mapping[str, float] = attrs.field(factory=dict)
-    """``total``; ``encode`` and ``upload``: how long threads were busy with it, all ranks together; ``produce``: between
-    calls of ``add``, where the caller made the next tensor; ``blocked``: inside ``add`` and ``close``; ``finalise``."""
-
-    @property
-    def density(self) -> float:
-        """Which part of all bytes differs, 0 to 1; 1 for a full snapshot."""
-        return self.changed_bytes / self.raw_bytes if self.raw_bytes else 0.0
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller what was uploaded is than the tensors."""
-        return self.raw_bytes / self.uploaded_bytes if self.uploaded_bytes else 0.0
+    return str(uuid.uuid4())
 
 
 class SnapshotWriter:
     """One rank's part of a snapshot that is uploaded while it is made.
 
-    ``kind`` is ``"full"`` or ``"delta"``. ``base`` is what a delta applies to (and follows it: see ``bases``); given
-    with a full snapshot it is filled. ``previous_identity`` of a delta defaults to ``base.identity``. ``side_files`` is
-    a directory with ``config.json``, tokenizer and so on, for a full snapshot. With ``ranks`` above 1, ``upload_id``
-    must be the same on all (``new_upload_id``). ``names`` says which tensors the snapshot must have in the end.
+    ``kind`` is ``"full"`` or ``"delta"``. ``base`` is what a delta applies to, and it follows (see ``bases``); given
+    with a full snapshot it is filled. ``previous_identity`` of a delta is ``base.identity`` where that is known.
+    ``side_files`` is a directory with ``config.json``, tokenizer and so on: rank 0 of a full snapshot needs it. With
+    ``ranks`` above 1, ``upload_id`` must be the same on all (``new_upload_id``). ``names`` says which tensors there
+    must be in the end; for a delta those of the base are asked for anyway.
 
-    Memory beside the base: ``memory_bytes`` at the most (with what the interpreter and its libraries take).
+    ``memory_bytes`` bounds what the process needs beside the base, the interpreter and its libraries included.
+    ``workers`` threads encode and ``upload_workers`` send. ``shard_bytes`` is how large a shard gets before the next
+    one is begun (without it they grow to 64 MiB). ``sizes`` says how objects are cut, for tests.
 
-    Raises ConfigError and SnapshotError for arguments that do not fit together; nothing is written before the first
-    shard is full, and then the claim comes first.
+    Raises ConfigError and SnapshotError for arguments that do not fit together. Nothing is written before the first
+    shard is full, and then the claim comes first. Its methods are for one thread.
     """
 
     def __init__(
@@ -122,7 +88,7 @@ class SnapshotWriter:
         upload_id: str | None = None,
         run_id: str | None = None,
         deployment_id: str | None = None,
-        version: str | None = None,
+        version: str | int | None = None,
         side_files: str | os.PathLike[str] | None = None,
         names: Collection[str] | None = None,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -130,46 +96,153 @@ class SnapshotWriter:
         upload_workers: int = 4,
         shard_bytes: int | None = None,
         max_bytes_per_second: float | None = None,
+        sizes: StreamSizes | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.identity = check_identity(identity)
+        self.kind = _kind(kind)
+        self._full = self.kind is SnapshotKind.FULL
+        self._rank, self._ranks = rank, ranks
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank={rank} is not one of ranks={ranks}", hint="ranks are counted from 0")
+        if ranks > 1 and upload_id is None:
+            raise ConfigError(
+                f"{ranks} ranks write {identity} together, but upload_id= is not given",
+                hint="make one with new_upload_id() on rank 0 and give it to all ranks",
+            )
+        self.upload_id = upload_id or new_upload_id()
+        self.previous_identity = self._predecessor(base, previous_identity)
+        self._side_files = _side_files(side_files, needed=self._full and rank == 0)
+        count = _workers(workers, memory_bytes)
+        self._sizes = sizes or _sizes(memory_bytes, count)
+        self._location, self._base, self._names = location, base, names
+        self._run_id, self._deployment_id, self._version = run_id, deployment_id, version
+        self._types: dict[str, TensorType] = {}
+        self._added: set[str] = set()
+        self._error: BaseException | None = None
+        self._receipt: ShardReceipt | None = None
+        self._done = False
+        self._began = self._last = time.perf_counter()
+        self._spent = {"produce": 0.0, "add": 0.0, "close": 0.0}
+        if base is not None:
+            base.begin(fill=self._full)
+            self._types.update({} if self._full else base.types())
+        self._upload = StreamUpload(
+            store=store,
+            location=location,
+            identity=identity,
+            upload_id=self.upload_id,
+            run_id=run_id,
+            workers=upload_workers,
+            sizes=self._sizes,
+            max_bytes_per_second=max_bytes_per_second,
+        )
+        self._sink = ShardSink(
+            self._upload,
+            rank=rank,
+            full=self._full,
+            most_bytes=shard_bytes or self._sizes.single_bytes,
+            fixed=shard_bytes is not None,
+            kind_of=self._types.__getitem__,
+        )
+        self._pipeline = Pipeline(
+            self._sink, full=self._full, old=base, workers=count, slots=_SLOTS_A_WORKER * count + 1
+        )
 
     def add(self, name: str, tensor: Any, *, dtype: str | None = None, shape: Sequence[int] | None = None) -> None:
         """Take a tensor. When this returns its bytes have been read: the caller may change or free it.
 
         A numpy array, a torch tensor (on any device), or anything with the buffer protocol; scalars and non-contiguous
-        ones too. ``dtype`` and ``shape`` say what raw bytes are, or that uint16 words are ``BF16``. Blocks while the
-        memory budget is in use. Raises what went wrong meanwhile: SnapshotError for a tensor that does not fit the base
-        or comes twice, SnapshotConflictError, StorageError, TransportError. Then ``abort``.
+        ones too. ``dtype`` and ``shape`` say what raw bytes are, or that 16-bit words are ``BF16``. Blocks while the
+        memory budget is in use.
+
+        Raises SnapshotError for a tensor that comes twice or does not fit the base, and whatever went wrong with
+        earlier ones meanwhile: SnapshotConflictError where the identity is taken, StorageError naming a refused
+        permission, TransportError. Everything is aborted then.
         """
-        raise NotImplementedError
+        with self._guarded("add"):
+            if self._receipt is not None:
+                raise SnapshotError(f"{self.identity}: tensor {name!r} comes after close()")
+            self._upload.check()
+            found = tensor_input(name, tensor, dtype=dtype, shape=shape)
+            self._accept(name, TensorType(found.dtype, found.shape, found.size_bytes))
+            self._pipeline.add(name, found.size_bytes, found.pieces())
 
     def close(self, *, raises: bool = True) -> ShardReceipt:
         """Wait until everything that was added is in the bucket, and return the receipt for ``finalise``.
 
-        With ``raises=False`` a failure comes as a receipt whose ``error`` says why, for a collective that every rank
-        must reach; ``finalise`` raises it then.
+        With ``raises=False`` a failure, also one of ``add``, comes as a receipt whose ``error`` says why, for a
+        collective that every rank must reach; ``finalise`` raises it then.
         """
-        raise NotImplementedError
+        try:
+            with self._guarded("close"):
+                if self._receipt is None:
+                    if self._base is not None and not self._base.shared and not self._full:
+                        self._check_all_added(self._base.types().keys())
+                    self._pipeline.finish()
+                    self._sink.finish()
+                    self._upload.wait()
+            if self._receipt is None:
+                self._receipt = self._make_receipt(self._upload.digests)
+            return self._receipt
+        except Exception as error:
+            if raises:
+                raise
+            return self.failure(error)
+
+    def failure(self, error: BaseException | str) -> ShardReceipt:
+        """Abort, and return a receipt that says that this rank failed: for an error outside of the writer."""
+        self._fail(error if isinstance(error, BaseException) else SnapshotError(error))
+        return ShardReceipt(
+            identity=self.identity,
+            upload_id=self.upload_id,
+            kind=self.kind,
+            rank=self._rank,
+            ranks=self._ranks,
+            error=f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error,
+        )
 
     def finalise(self, receipts: Sequence[ShardReceipt]) -> WrittenSnapshot:
         """Write side files, manifest and, last, the index, on rank 0 with the receipts of all ranks.
 
-        Nothing is written where one rank failed, a tensor is missing or came from two ranks (SnapshotError), or
-        nothing changed. The base holds the new version from then on; other ranks call ``commit``.
+        Nothing of that is written where one rank failed, a tensor is missing or came from two ranks (SnapshotError), or
+        nothing changed. This rank's base holds the new version from then on; other ranks call ``commit``.
         """
-        raise NotImplementedError
+        with self._guarded("finalise"):
+            if self._rank != 0:
+                raise ConfigError(f"rank {self._rank} cannot finalise {self.identity}", hint="rank 0 does")
+            began = time.perf_counter()
+            receipts = sorted(receipts, key=lambda one: one.rank)
+            self._check(receipts)
+            weight_map = {name: shard for one in receipts for name, shard in one.weight_map.items()}
+            objects: dict[str, ObjectDigest] = {}
+            if weight_map or self._full:
+                objects = self._publish(receipts, weight_map)
+            ended = time.perf_counter()
+            written = written_snapshot(
+                receipts,
+                uri=self._location.uri(self.identity),
+                previous_identity=self.previous_identity,
+                objects=objects,
+                seconds={"finalise": ended - began, "total": ended - self._began},
+            )
+            self._commit(written)
+            return written
 
     def commit(self, written: WrittenSnapshot) -> None:
         """Let this rank's base hold the snapshot that rank 0 finalised."""
-        raise NotImplementedError
+        with self._guarded("commit"):
+            if written.identity != self.identity:
+                raise SnapshotError(f"{written.identity} is not {self.identity}, which this writer wrote")
+            self._commit(written)
 
     def abort(self) -> None:
         """Stop, abort what is open in the bucket, and give the base up. May be called at any time, also twice.
 
-        Shards that arrived stay (without an index nobody reads them, and ``gc`` removes them); the identity is not used
-        again: see ``cwtrain.hotload.streamed.free_identity``.
+        Shards that arrived stay (without an index nobody reads them, and ``cwtrain hotload gc`` removes them); the
+        identity is not used again: see ``cwtrain.hotload.streamed.free_identity``.
         """
-        raise NotImplementedError
+        if not self._done:
+            self._fail(SnapshotError(f"writing {self.identity} was aborted"))
 
     def __enter__(self) -> Self:
         return self
@@ -177,5 +250,198 @@ class SnapshotWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort unless the snapshot was finalised (or committed)."""
-        raise NotImplementedError
+        """Abort unless the snapshot was finalised, or committed."""
+        self.abort()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Time a call, and abort everything if it fails."""
+        if self._error is not None:
+            self._raise_again(self._error)
+        if self._done:
+            raise SnapshotError(f"{self.identity} is finalised already", hint="make a writer for the next snapshot")
+        began = time.perf_counter()
+        self._spent["produce"] += began - self._last if what in ("add", "close") else 0.0
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._last = time.perf_counter()
+        self._spent[what] = self._spent.get(what, 0.0) + self._last - began
+
+    def _raise_again(self, error: BaseException) -> NoReturn:
+        if isinstance(error, CWTrainError):
+            raise error
+        raise SnapshotError(f"writing {self.identity} failed before: {error}") from error
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        self._upload.abort(error)
+        self._pipeline.stop()
+        if self._base is not None and not self._done:
+            self._base.abandon()
+
+    def _accept(self, name: str, kind: TensorType) -> None:
+        if name in self._added:
+            raise SnapshotError(f"tensor {name!r} comes twice", hint="add each tensor once, on one rank")
+        if self._full:
+            self._types[name] = kind
+            if self._base is not None:
+                self._base.declare(name, kind)
+        elif (known := self._types.get(name)) != kind:
+            what = "not in it" if known is None else f"{known.dtype} {list(known.shape)} there"
+            raise SnapshotError(
+                f"tensor {name!r} is {kind.dtype} {list(kind.shape)}, but {what}: the base {self._base!r}",
+                hint="a delta needs the same tensors as its base, in the same dtypes and shapes",
+            )
+        self._added.add(name)
+
+    def _check_all_added(self, names: Collection[str]) -> None:
+        if missing := sorted(set(names) - self._added):
+            raise SnapshotError(
+                f"{self.identity}: {len(missing)} tensors of the base were not added, for example {missing[0]!r}",
+                hint="add all tensors, changed or not: one that is left out is not 'unchanged'",
+            )
+
+    def _make_receipt(self, objects: Mapping[str, ObjectDigest]) -> ShardReceipt:
+        results = self._sink.results
+        spent = {
+            **self._spent,
+            "encode": self._pipeline.busy_seconds,
+            "upload": self._upload.busy_seconds,
+            "blocked": self._upload.blocked_seconds,
+        }
+        return ShardReceipt(
+            identity=self.identity,
+            upload_id=self.upload_id,
+            kind=self.kind,
+            rank=self._rank,
+            ranks=self._ranks,
+            objects=dict(objects),
+            weight_map=dict(self._sink.weight_map),
+            checksums={name: encoded.checksum for name, encoded in results.items()},
+            raw_bytes=sum(self._types[name].size_bytes for name in results),
+            changed_bytes=sum(encoded.changed_bytes for encoded in results.values()),
+            seconds=spent,
+        )
+
+    def _check(self, receipts: Sequence[ShardReceipt]) -> None:
+        expected = self._names
+        if expected is None and self._base is not None and self._base.shared:
+            expected = self._base.types().keys()
+        check_receipts(
+            receipts,
+            identity=self.identity,
+            upload_id=self.upload_id,
+            kind=self.kind,
+            ranks=self._ranks,
+            expected=expected,
+        )
+        if self._full and not any(one.weight_map for one in receipts):
+            raise SnapshotError(f"{self.identity}: a full snapshot without tensors", hint="add the model's tensors")
+
+    def _publish(self, receipts: Sequence[ShardReceipt], weight_map: Mapping[str, str]) -> dict[str, ObjectDigest]:
+        """Write everything that is left, the index last, and return all objects."""
+        upload = self._upload
+        sides = read_side_files(self._side_files) if self._side_files is not None else {}
+        for name, data in sides.items():
+            upload.begin(name).finish(data)
+        upload.wait()
+        objects = {name: digest for one in receipts for name, digest in one.objects.items()}
+        objects |= {name: upload.digests[name] for name in sides}
+        index = streamed_index(
+            self.identity, self.previous_identity, weight_map, sum(one.raw_bytes for one in receipts)
+        )
+        objects[INDEX_NAME] = upload.digest_of(index)
+        manifest = build_manifest(
+            identity=self.identity,
+            objects=objects,
+            tensors={name: value for one in receipts for name, value in one.checksums.items()},
+            type="FULL" if self._full else "INCREMENTAL",
+            previous_identity=self.previous_identity,
+            deployment_id=self._deployment_id,
+            run_id=self._run_id,
+            version=self._version,
+            upload_id=self.upload_id,
+        )
+        upload.put_manifest(manifest_to_bytes(manifest))
+        upload.put(INDEX_NAME, index)
+        return objects
+
+    def _commit(self, written: WrittenSnapshot) -> None:
+        self._upload.close()
+        version = None if self._version is None else str(self._version)
+        if self._base is not None:
+            identity = self.previous_identity if written.empty else self.identity
+            checksums = {name: written.checksums[name] for name in self._sink.weight_map}
+            self._base.commit(identity or self.identity, version=version, checksums=checksums)
+        self._done = True
+
+    def _predecessor(self, base: BaseTensors | None, given: str | None) -> str | None:
+        if self._full:
+            if given is not None:
+                raise ConfigError(f"{self.identity} is a full snapshot, previous_identity={given!r} is of a delta")
+            return None
+        if base is None:
+            raise ConfigError(
+                f"{self.identity}: a delta needs base=", hint="give what it applies to, or write a full snapshot"
+            )
+        previous = given if given is not None else base.identity
+        if previous is None or (base.identity is not None and base.identity != previous):
+            held = f"holds {base.identity!r}" if base.identity else "holds no whole version"
+            raise SnapshotError(
+                f"{self.identity}: the base {held}, so there is no delta on {given!r}",
+                hint="write a full snapshot with this base; it is filled by that",
+            )
+        if check_previous_identity(previous) == self.identity:
+            raise SnapshotError(
+                f"the delta cannot be published as {previous!r}, which it applies to itself",
+                hint="choose a new identity for each snapshot",
+            )
+        return previous
+
+
+def _kind(kind: SnapshotKind | str) -> SnapshotKind:
+    try:
+        return SnapshotKind(str(kind).upper())
+    except ValueError:
+        raise ConfigError(f"kind={kind!r} is neither 'full' nor 'delta'") from None
+
+
+def _side_files(path: str | os.PathLike[str] | None, *, needed: bool) -> str | None:
+    if path is None:
+        if needed:
+            raise ConfigError(
+                "a full snapshot needs side_files=", hint="give a directory with config.json, the tokenizer and so on"
+            )
+        return None
+    place = os.path.abspath(os.fspath(path))
+    if needed:
+        read_side_files(place, only_check=True)
+    return place if needed else None
+
+
+def _workers(workers: int | None, memory_bytes: int) -> int:
+    worker_count(workers)  # a wrong argument comes first
+    room = (memory_bytes - BASE_BYTES - _LEAST_POOL_BYTES) // WORKER_BYTES
+    if room < 1:
+        raise ConfigError(
+            f"memory_bytes={memory_bytes} is not enough to write a snapshot",
+            hint=f"give at least {BASE_BYTES + _LEAST_POOL_BYTES + WORKER_BYTES}, or leave it out",
+        )
+    return min(workers or min(_MOST_WORKERS, usable_cores()), room)
+
+
+def _sizes(memory_bytes: int, workers: int) -> StreamSizes:
+    """Return how the memory that the encoders leave is used."""
+    pool = memory_bytes - BASE_BYTES - workers * WORKER_BYTES
+    return StreamSizes(
+        pool_bytes=pool,
+        part_bytes=16 * _MIB if pool >= 128 * _MIB else 8 * _MIB,
+        single_bytes=64 * _MIB if pool >= 160 * _MIB else 16 * _MIB,
+    )

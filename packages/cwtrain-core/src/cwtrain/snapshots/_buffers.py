@@ -51,8 +51,19 @@ class Lane:
         """Address of the first part."""
 
     def piece(self, position: int, length: int) -> memoryview:
-        """Return the view of a part that begins there, to be filled before it is placed at 0 with the others."""
+        """Return the view of a part that begins there, counted from the buffer's begin, to be filled or read."""
         return self._view[position : position + length]
+
+    def settle(self, lengths: Sequence[int], positions: Sequence[int]) -> list[memoryview]:
+        """Return the views of parts that were filled by ``piece``; the rest of each one's last word becomes zero."""
+        end = positions[-1] + round_up(lengths[-1])
+        self.data, self.address = self._raw[:end], self._address
+        views = []
+        for length, position in zip(lengths, positions, strict=True):
+            if length % WORD_BYTES:
+                self._raw[position + length : position + round_up(length)] = 0
+            views.append(self._view[position : position + length])
+        return views
 
     def place(self, lengths: Sequence[int], positions: Sequence[int], at: int) -> list[memoryview]:
         """Return a view for each part, to be filled; the rest of its last word is zero.

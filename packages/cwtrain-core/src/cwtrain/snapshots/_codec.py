@@ -98,7 +98,7 @@ class DiffWorker:
         """Return views for the old bytes of each part whose new bytes are in ``new`` already, from its begin on."""
         self._lengths, self._positions = lengths, positions_of(lengths)
         self._new = new
-        self._new_views = new.place(lengths, self._positions, 0)
+        self._new_views = new.settle(lengths, self._positions)
         return self._old.place(lengths, self._positions, 0)
 
     def diff(self, places: Sequence[tuple[int, int]]) -> list[Diff]:

@@ -37,11 +37,18 @@ class Old(Protocol):
         """Fill ``into`` with the old bytes from ``start`` on."""
 
     def write(self, name: str, start: int, data: memoryview) -> None:
-        """Take new bytes, where they differ."""
+        """Take new bytes."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether only what differs has to be written."""
 
 
 class Sink(Protocol):
     """Takes what is written, tensor by tensor."""
+
+    def begin_tensor(self, name: str) -> None:
+        """Take note which tensor comes."""
 
     def write(self, piece: bytes | memoryview) -> object:
         """Take the next piece of the current tensor, valid during the call."""
@@ -50,7 +57,8 @@ class Sink(Protocol):
         """Take note that the tensor is done. Without a change, or without bytes, there was no piece."""
 
 
-_EMPTY = EncodedTensor(changed_bytes=0, checksum="00000001", frame_bytes=0)
+EMPTY = EncodedTensor(changed_bytes=0, checksum="00000001", frame_bytes=0)
+"""What becomes of a tensor without bytes."""
 
 
 class _Part(NamedTuple):
@@ -103,7 +111,7 @@ class Pipeline:
     def add(self, name: str, size: int, pieces: Iterator[memoryview]) -> None:
         """Take a tensor of ``size`` bytes. Raises what reading it, or the work on earlier ones, raises."""
         if not size:
-            self._sink.end_tensor(name, _EMPTY)
+            self._sink.end_tensor(name, EMPTY)
             return
         left = memoryview(b"")
         for start in range(0, size, self._chunk):
@@ -166,7 +174,7 @@ class Pipeline:
         return diffs
 
     def _summed(self, slot: _Slot, lengths: list[int]) -> list[Diff]:
-        views = slot.lane.place(lengths, positions_of(lengths), 0)
+        views = slot.lane.settle(lengths, positions_of(lengths))
         if self._old is not None:
             for part, view in zip(slot.parts, views, strict=True):
                 self._old.write(part.name, part.start, view)
@@ -181,7 +189,7 @@ class Pipeline:
             self._old.read(part.name, part.start, view)
         diffs = worker.diff([(part.start, part.size) for part in slot.parts])
         for part, position, diff in zip(slot.parts, positions_of(lengths), diffs, strict=True):
-            if diff.changed_bytes:
+            if diff.changed_bytes or not self._old.sparse:
                 self._old.write(part.name, part.start, slot.lane.piece(position, part.length))
         return diffs
 
@@ -192,6 +200,7 @@ class Pipeline:
         diffs = slot.result.result()
         for part, position, diff in zip(slot.parts, positions_of([p.length for p in slot.parts]), diffs, strict=True):
             if self._joiner is None:
+                self._sink.begin_tensor(part.name)
                 self._joiner = self._new_joiner(part)
             piece = slot.lane.piece(position, part.length) if self._full else diff.piece
             self._joiner.add(part.length, diff.checksum, diff.changed_bytes, piece)  # type: ignore[arg-type]

@@ -127,6 +127,28 @@ class StreamUpload:
         self.wait()
         return self.digests[name]
 
+    def digest_of(self, data: bytes) -> ObjectDigest:
+        """Return size and SHA-256 of an object that is written later."""
+        return ObjectDigest(len(data), _sha256([data]))
+
+    def put_manifest(self, data: bytes) -> None:
+        """Write the manifest of the identity and wait for it. One that is there must be the same."""
+        self.wait()
+        key = self._location.manifest_key(self._identity)
+
+        def equal() -> bool:
+            if self.store.head(key) is None:
+                return False
+            if self.store.get(key) == data:
+                return True
+            raise conflict_error(self._location, self._identity, {key: "it is the manifest of something else"})
+
+        def write() -> None:
+            self._begun().write(key, lambda if_absent: self.store.put(key, data, if_absent=if_absent), equal)
+
+        self._hands.submit(write)
+        self.wait()
+
     def claim(self) -> None:
         """Take the claim, if that was not done yet."""
         self._hands.submit(self._claimed)
