@@ -51,7 +51,9 @@ def check_base(base: str | os.PathLike[str] | None, *, mirror_path: str | None) 
     if snapshot.kind is not SnapshotKind.FULL:
         raise SnapshotError(f"{base}: is a delta, the base must be a full checkpoint", hint="give the base checkpoint")
     if mirror_path is not None and not os.path.lexists(mirror_path):
-        require_space(mirror_path, snapshot.tensor_bytes, "the mirror of the base checkpoint")
+        require_space(
+            os.path.join(os.path.dirname(mirror_path), ""), snapshot.tensor_bytes, "the mirror of the base checkpoint"
+        )
     return snapshot
 
 
