@@ -21,8 +21,11 @@ from cwtrain.hotload._mirror_slots import SlotWriter
 from cwtrain.hotload.mirror import WeightMirror
 from cwtrain.snapshots._files import RegularFile
 from cwtrain.snapshots.checkpoint import Checkpoint, open_checkpoint
+from cwtrain.storage._buffers import fresh
 
 __all__ = ["BaseTensors", "CheckpointBase", "MemoryBase", "MirrorBase", "TensorType"]
+
+_LARGE = 2 << 20
 
 
 @attrs.frozen
@@ -135,7 +138,9 @@ class MemoryBase:
         held = self._data.get(name)
         if held is None or len(held) != kind.size_bytes:
             self._data.pop(name, None)
-            self._data[name] = memoryview(bytearray(kind.size_bytes))
+            self._data[name] = memoryview(
+                fresh(kind.size_bytes) if kind.size_bytes >= _LARGE else bytearray(kind.size_bytes)
+            )
         self._types[name] = kind
 
     def read(self, name: str, start: int, into: memoryview) -> None:

@@ -37,7 +37,7 @@ from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.snapshots._inputs import tensor_input
 from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, worker_count
-from cwtrain.snapshots._pipeline import Pipeline
+from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
 from cwtrain.snapshots.identity import check_identity, check_previous_identity
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
@@ -49,7 +49,7 @@ DEFAULT_MEMORY_BYTES = 320 << 20
 _MOST_WORKERS = 8
 _MIB = 1 << 20
 _LEAST_POOL_BYTES = 48 * _MIB
-_SLOTS_A_WORKER = 2
+_JOBS_A_WORKER = 3
 
 
 def new_upload_id() -> str:
@@ -144,9 +144,11 @@ class SnapshotWriter:
             fixed=shard_bytes is not None,
             kind_of=self._types.__getitem__,
         )
-        self._pipeline = Pipeline(
-            self._sink, full=self._full, old=base, workers=count, slots=_SLOTS_A_WORKER * count + 1
-        )
+        self._pipeline: DeltaPipeline | FullPipeline
+        if self._full or base is None:
+            self._pipeline = FullPipeline(self._sink, base, workers=count)
+        else:
+            self._pipeline = DeltaPipeline(self._sink, base, workers=count, waiting=_JOBS_A_WORKER * count)
 
     def add(self, name: str, tensor: Any, *, dtype: str | None = None, shape: Sequence[int] | None = None) -> None:
         """Take a tensor. When this returns its bytes have been read: the caller may change or free it.

@@ -77,6 +77,7 @@ class DiffWorker:
 
     def __init__(self, chunk_bytes: int) -> None:
         self._old, self._new = Lane(chunk_bytes), Lane(chunk_bytes)
+        self._current = self._new
         self._lengths: Sequence[int] = ()
         self._positions: Sequence[int] = ()
         self._new_views: list[memoryview] = []
@@ -91,15 +92,16 @@ class DiffWorker:
         """
         self._lengths, self._positions = lengths, positions_of(lengths)
         old = self._old.place(lengths, self._positions, phase(old_offset))
+        self._current = self._new
         self._new_views = self._new.place(lengths, self._positions, phase(new_offset, write_offset))
         return old, self._new_views
 
-    def place_beside(self, lengths: Sequence[int], new: Lane) -> list[memoryview]:
-        """Return views for the old bytes of each part whose new bytes are in ``new`` already, from its begin on."""
+    def place_beside(self, lengths: Sequence[int], new: Lane) -> tuple[list[memoryview], list[memoryview]]:
+        """As ``place``, but the new bytes are in ``new`` already: only the views for the old ones are to be filled."""
         self._lengths, self._positions = lengths, positions_of(lengths)
-        self._new = new
+        self._current = new
         self._new_views = new.settle(lengths, self._positions)
-        return self._old.place(lengths, self._positions, 0)
+        return self._old.place(lengths, self._positions, 0), self._new_views
 
     def diff(self, places: Sequence[tuple[int, int]]) -> list[Diff]:
         """Return what became of each part; ``places`` says where it begins in its tensor, and how large that is.
@@ -107,7 +109,7 @@ class DiffWorker:
         The old bytes are overwritten.
         """
         checksums = [adler32(view) for view in self._new_views]
-        xor_words(self._old.data, self._new.data)
+        xor_words(self._old.data, self._current.data)
         return self._compress(checksums, places)
 
     def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:

@@ -1,8 +1,9 @@
 """Tensors that come one at a time, encoded by several threads while the next one is being produced.
 
-The caller's thread copies new bytes into one of a few slots; a worker reads the old bytes beside them, compresses the
-difference and leaves the new bytes to the base; what came of it goes to the sink in the order in which it came in. When
-``add`` returns, the tensor has been read. Frames are the same as those of ``write_delta``.
+Workers read the new bytes where they lie, and ``add`` returns when the last of them was read, not when it was encoded;
+small tensors are copied, and several of them go to a worker together. A worker reads the old bytes beside the new ones,
+compresses the difference and leaves the new bytes to the base. What came of it goes to the sink in the order in which
+it came in. Frames are the same as those of ``write_delta``.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from cwtrain.snapshots._adler import combine
-from cwtrain.snapshots._buffers import MAX_PARTS, Lane, positions_of, round_up
+from cwtrain.snapshots._buffers import MAX_PARTS, Lane, round_up
 from cwtrain.snapshots._codec import (
     CHUNK_BYTES,
     Diff,
@@ -27,7 +28,13 @@ from cwtrain.snapshots._codec import (
     delta_codec,
 )
 
-__all__ = ["Old", "Pipeline", "Sink"]
+__all__ = ["DeltaPipeline", "FullPipeline", "Old", "Sink"]
+
+_BORROWED_BYTES = 128 << 10
+"""From this size on, a part is read by the worker where it lies."""
+_FULL_BYTES = 4 << 20
+EMPTY = EncodedTensor(changed_bytes=0, checksum="00000001", frame_bytes=0)
+"""What becomes of a tensor without bytes."""
 
 
 class Old(Protocol):
@@ -45,7 +52,7 @@ class Old(Protocol):
 
 
 class Sink(Protocol):
-    """Takes what is written, tensor by tensor."""
+    """Takes what is written, tensor by tensor, in the thread that adds."""
 
     def begin_tensor(self, name: str) -> None:
         """Take note which tensor comes."""
@@ -57,10 +64,6 @@ class Sink(Protocol):
         """Take note that the tensor is done. Without a change, or without bytes, there was no piece."""
 
 
-EMPTY = EncodedTensor(changed_bytes=0, checksum="00000001", frame_bytes=0)
-"""What becomes of a tensor without bytes."""
-
-
 class _Part(NamedTuple):
     name: str
     start: int
@@ -69,42 +72,35 @@ class _Part(NamedTuple):
     """Of the whole tensor."""
 
 
-class _Slot:
-    """New bytes of some parts, on their way through a worker."""
+class _Job:
+    """One part that lies in the caller's memory (``source``), or some that were copied into a ``lane``."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self.lane = Lane(chunk_bytes)
+    def __init__(self, lane: Lane | None, source: memoryview | None) -> None:
+        self.lane, self.source = lane, source
         self.parts: list[_Part] = []
         self.end = self.size = 0
+        self.read = threading.Event()
+        """Set when the caller's memory is not looked at any more."""
         self.result: Future[list[Diff]] | None = None
 
-    def clear(self) -> None:
-        """Be free again."""
-        self.parts, self.end, self.size, self.result = [], 0, 0, None
 
+class DeltaPipeline:
+    """Makes frames with ``workers`` threads; at most ``waiting`` jobs, of 1 MiB of tensors each, are on their way."""
 
-class Pipeline:
-    """``workers`` threads and ``slots`` of 1 MiB. ``sink`` is called in the caller's thread.
-
-    With ``full`` the bytes themselves go to the sink, otherwise the frames that lead from ``old`` to them.
-    """
-
-    def __init__(
-        self, sink: Sink, *, full: bool, old: Old | None, workers: int, slots: int, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
+    def __init__(self, sink: Sink, old: Old, *, workers: int, waiting: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.busy_seconds = 0.0
         """How long workers were at it, all together."""
-        self.encoder = "" if full else delta_codec(chunk_bytes=chunk_bytes).name
-        self._sink, self._full, self._old = sink, full, old
-        self._chunk = chunk_bytes
+        self._sink, self._old, self._chunk = sink, old, chunk_bytes
         self._codec = delta_codec(chunk_bytes=chunk_bytes)
         # The public codec needs all parts of a tensor at one worker, in order.
-        count = workers if full or self._codec.independent else 1
+        count = workers if self._codec.independent else 1
         self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="cwtrain-encode")
-        self._free = [_Slot(chunk_bytes) for _ in range(max(2, slots))]
-        self._filling: _Slot | None = None
-        self._waiting: deque[_Slot] = deque()
-        self._joiner: FrameJoiner | _PlainJoiner | None = None
+        self._most = max(2, waiting)
+        self._lanes: list[Lane] = []
+        self._filling: _Job | None = None
+        self._waiting: deque[_Job] = deque()
+        self._borrowed: list[_Job] = []
+        self._joiner: FrameJoiner | None = None
         self._local = threading.local()
         self._lock = threading.Lock()
 
@@ -115,21 +111,30 @@ class Pipeline:
             return
         left = memoryview(b"")
         for start in range(0, size, self._chunk):
-            length = min(self._chunk, size - start)
-            target = self._place(_Part(name, start, length, size))
+            part = _Part(name, start, min(self._chunk, size - start), size)
+            if not left:
+                self._give_back()
+                left = next(pieces)
+            if part.length >= _BORROWED_BYTES and len(left) >= part.length:
+                self._borrow(part, left[: part.length])
+                left = left[part.length :]
+                continue
+            target = self._place(part)
             done = 0
-            while done < length:
+            while done < part.length:
                 if not left:
+                    self._give_back()
                     left = next(pieces)
-                count = min(length - done, len(left))
+                count = min(part.length - done, len(left))
                 target[done : done + count] = left[:count]
                 left, done = left[count:], done + count
+        self._give_back()
         while self._waiting and self._waiting[0].result is not None and self._waiting[0].result.done():
             self._drain()
 
     def finish(self) -> None:
         """Work off everything that was added."""
-        self._start()
+        self._start_filled()
         while self._waiting:
             self._drain()
         self.stop()
@@ -139,97 +144,143 @@ class Pipeline:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
+    def _borrow(self, part: _Part, source: memoryview) -> None:
+        self._start_filled()
+        job = _Job(None, source)
+        job.parts.append(part)
+        self._borrowed.append(job)
+        self._start(job)
+
+    def _give_back(self) -> None:
+        """Wait until nobody looks at the caller's memory any more."""
+        for job in self._borrowed:
+            job.read.wait()
+        self._borrowed.clear()
+
     def _place(self, part: _Part) -> memoryview:
-        """Return where the new bytes of ``part`` go."""
-        slot = self._filling
-        if slot is not None and (slot.size + part.length > self._chunk or len(slot.parts) == MAX_PARTS):
-            self._start()
-            slot = None
-        if slot is None:
-            slot = self._filling = self._take()
-        target = slot.lane.piece(slot.end, part.length)
-        slot.parts.append(part)
-        slot.end += round_up(part.length)
-        slot.size += part.length
+        """Return where the new bytes of a small part go."""
+        job = self._filling
+        if job is not None and (job.size + part.length > self._chunk or len(job.parts) == MAX_PARTS):
+            self._start_filled()
+            job = None
+        if job is None:
+            job = self._filling = _Job(self._lanes.pop() if self._lanes else Lane(self._chunk), None)
+        assert job.lane is not None
+        target = job.lane.piece(job.end, part.length)
+        job.parts.append(part)
+        job.end += round_up(part.length)
+        job.size += part.length
         return target
 
-    def _take(self) -> _Slot:
-        while not self._free:
-            self._drain()
-        return self._free.pop()
-
-    def _start(self) -> None:
-        """Hand the slot that was filled to a worker."""
+    def _start_filled(self) -> None:
         if self._filling is not None:
-            slot, self._filling = self._filling, None
-            slot.result = self._pool.submit(self._work, slot)
-            self._waiting.append(slot)
+            job, self._filling = self._filling, None
+            self._start(job)
 
-    def _work(self, slot: _Slot) -> list[Diff]:
+    def _start(self, job: _Job) -> None:
+        """Hand a job to a worker, when there is room for what comes of it."""
+        while len(self._waiting) >= self._most:
+            self._drain()
+        self._waiting.append(job)
+        job.result = self._pool.submit(self._work, job)
+
+    def _work(self, job: _Job) -> list[Diff]:
         began = time.perf_counter()
-        lengths = [part.length for part in slot.parts]
-        diffs = self._summed(slot, lengths) if self._full else self._compared(slot, lengths)
+        try:
+            diffs = self._compare(job)
+        finally:
+            job.source = None
+            job.read.set()
         with self._lock:
             self.busy_seconds += time.perf_counter() - began
         return diffs
 
-    def _summed(self, slot: _Slot, lengths: list[int]) -> list[Diff]:
-        views = slot.lane.settle(lengths, positions_of(lengths))
-        if self._old is not None:
-            for part, view in zip(slot.parts, views, strict=True):
-                self._old.write(part.name, part.start, view)
-        return [Diff(adler32(view), len(view), None) for view in views]
-
-    def _compared(self, slot: _Slot, lengths: list[int]) -> list[Diff]:
-        assert self._old is not None
+    def _compare(self, job: _Job) -> list[Diff]:
         if not hasattr(self._local, "worker"):
             self._local.worker = self._codec.worker()
         worker: DiffWorker = self._local.worker
-        for part, view in zip(slot.parts, worker.place_beside(lengths, slot.lane), strict=True):
+        lengths = [part.length for part in job.parts]
+        if job.source is not None:
+            olds, news = worker.place(lengths)
+            news[0][:] = job.source
+            job.source = None
+            job.read.set()
+        else:
+            assert job.lane is not None
+            olds, news = worker.place_beside(lengths, job.lane)
+        for part, view in zip(job.parts, olds, strict=True):
             self._old.read(part.name, part.start, view)
-        diffs = worker.diff([(part.start, part.size) for part in slot.parts])
-        for part, position, diff in zip(slot.parts, positions_of(lengths), diffs, strict=True):
+        diffs = worker.diff([(part.start, part.size) for part in job.parts])
+        for part, view, diff in zip(job.parts, news, diffs, strict=True):
             if diff.changed_bytes or not self._old.sparse:
-                self._old.write(part.name, part.start, slot.lane.piece(position, part.length))
+                self._old.write(part.name, part.start, view)
         return diffs
 
     def _drain(self) -> None:
-        """Hand on what became of the slot that was filled first; wait for it."""
-        slot = self._waiting[0]
-        assert slot.result is not None
-        diffs = slot.result.result()
-        for part, position, diff in zip(slot.parts, positions_of([p.length for p in slot.parts]), diffs, strict=True):
+        """Hand on what became of the first job; wait for it."""
+        job = self._waiting[0]
+        assert job.result is not None
+        for part, diff in zip(job.parts, job.result.result(), strict=True):
             if self._joiner is None:
                 self._sink.begin_tensor(part.name)
-                self._joiner = self._new_joiner(part)
-            piece = slot.lane.piece(position, part.length) if self._full else diff.piece
-            self._joiner.add(part.length, diff.checksum, diff.changed_bytes, piece)  # type: ignore[arg-type]
+                self._joiner = FrameJoiner(self._codec, part.size, self._sink.write)
+            self._joiner.add(part.length, *diff)
             if part.start + part.length == part.size:
                 self._sink.end_tensor(part.name, self._joiner.finish())
                 self._joiner = None
         self._waiting.popleft()
-        slot.clear()
-        self._free.append(slot)
-
-    def _new_joiner(self, part: _Part) -> FrameJoiner | _PlainJoiner:
-        if self._full:
-            return _PlainJoiner(self._sink.write)
-        return FrameJoiner(self._codec, part.size, self._sink.write)
+        if job.lane is not None:
+            self._lanes.append(job.lane)
 
 
-class _PlainJoiner:
-    """As a ``FrameJoiner``, for bytes that stay as they are."""
+class FullPipeline:
+    """Hands the bytes themselves on; workers count their checksums and fill the base meanwhile."""
 
-    def __init__(self, write: Callable[[bytes | memoryview], object]) -> None:
-        self._write = write
-        self._checksum, self._size = 1, 0
+    def __init__(self, sink: Sink, old: Old | None, *, workers: int) -> None:
+        self.busy_seconds = 0.0
+        """How long workers were at it, all together."""
+        self._sink, self._old = sink, old
+        self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="cwtrain-encode")
+        self._lock = threading.Lock()
 
-    def add(self, length: int, checksum: int, changed_bytes: int, piece: memoryview) -> None:
-        """Take the next part."""
-        self._checksum = combine(self._checksum, checksum, length)
-        self._size += length
-        self._write(piece)
+    def add(self, name: str, size: int, pieces: Iterator[memoryview]) -> None:
+        """Take a tensor of ``size`` bytes."""
+        if not size:
+            self._sink.end_tensor(name, EMPTY)
+            return
+        self._sink.begin_tensor(name)
+        checksum, start = 1, 0
+        for piece in pieces:
+            if len(piece) <= _FULL_BYTES and len(piece) == size:
+                checksum = self._take(name, 0, piece)
+                self._sink.write(piece)
+                continue
+            blocks = [(begin, piece[begin : begin + _FULL_BYTES]) for begin in range(0, len(piece), _FULL_BYTES)]
+            sums = [self._pool.submit(self._take, name, start + begin, block) for begin, block in blocks]
+            try:
+                for _, block in blocks:
+                    self._sink.write(block)
+            finally:
+                values = [one.result() for one in sums]
+            for (_, block), value in zip(blocks, values, strict=True):
+                checksum = combine(checksum, value, len(block))
+            start += len(piece)
+        encoded = EncodedTensor(changed_bytes=size, checksum=adler32_hex(checksum), frame_bytes=size)
+        self._sink.end_tensor(name, encoded)
 
-    def finish(self) -> EncodedTensor:
-        """Return what became of the tensor."""
-        return EncodedTensor(changed_bytes=self._size, checksum=adler32_hex(self._checksum), frame_bytes=self._size)
+    def finish(self) -> None:
+        """End the threads; nothing is left to do."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _take(self, name: str, start: int, data: memoryview) -> int:
+        began = time.perf_counter()
+        checksum = adler32(data)
+        if self._old is not None:
+            self._old.write(name, start, data)
+        with self._lock:
+            self.busy_seconds += time.perf_counter() - began
+        return checksum

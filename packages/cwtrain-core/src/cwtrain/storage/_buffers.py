@@ -6,9 +6,18 @@ import contextlib
 import mmap
 import threading
 
-__all__ = ["Buffers", "SendingStopped"]
+__all__ = ["Buffers", "SendingStopped", "fresh"]
 
 BUDGET_BYTES = 192 << 20
+
+
+def fresh(size: int) -> mmap.mmap:
+    """Return new memory of ``size`` bytes, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # one page fault for 2 MiB, not for 4 KiB
+    return memory
 
 
 class SendingStopped(BaseException):
@@ -47,11 +56,7 @@ class Buffers:
                     return self._free.pop(number)
             # Those of another size would count for nothing, so they go.
             self._free.clear()
-            memory = mmap.mmap(-1, size)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):
-                    memory.madvise(mmap.MADV_HUGEPAGE)  # one page fault for 2 MiB, not for 4 KiB
-            return memory
+            return fresh(size)
 
     def give(self, memory: mmap.mmap) -> None:
         """Take a buffer back; nobody may look at it any more."""

@@ -27,6 +27,7 @@ from typing import Any
 import attrs
 
 from cwtrain.errors import SnapshotConflictError, StorageError
+from cwtrain.storage._buffers import fresh
 from cwtrain.storage._crew import run_all
 from cwtrain.storage._hands import Hands
 from cwtrain.storage._memory_body import MemoryBody
@@ -227,7 +228,7 @@ class StreamUpload:
                 asking.keep_no_more()
             if not self._free and self._made_bytes + size <= self._sizes.pool_bytes:
                 self._made_bytes += size
-                return memoryview(bytearray(size))
+                return memoryview(fresh(size))
             if not self._free:
                 began = time.perf_counter()
                 self._hands.changed.wait_for(lambda: self._free or self._hands.error is not None)
