@@ -15,6 +15,7 @@ from cwtrain.snapshots._buffers import MAX_PARTS, PAGE_BYTES, Lane, phase, posit
 from cwtrain.snapshots._codec import EncodedTensor, delta_codec
 from cwtrain.snapshots._delta_files import DeltaFiles
 from cwtrain.snapshots._encode import encode_delta
+from cwtrain.snapshots._sequences import FEW
 from cwtrain.snapshots._spans import Part, batches, spans
 from cwtrain.snapshots._targets import FileTarget
 from cwtrain.snapshots._write import Spill, allocate, staged_directory
@@ -69,6 +70,29 @@ def test_parts_begin_on_whole_words_with_zeros_behind_them():
             view[:] = filling * length
         assert lane.data.tobytes() == filling * 3 + bytes(5) + filling * 8 + filling * 9 + bytes(7)
         assert lane.address % PAGE_BYTES == 40
+
+
+def test_parts_come_out_alike_however_many_are_looked_at_together():
+    rng = random.Random(11)
+    worker = delta_codec().worker()
+    pairs = []
+    for number in range(3 * FEW):
+        old = rng.randbytes(rng.choice([0, 1, 7, 8, 100, 2000, 9001]))
+        new = bytearray(old)
+        for _ in range([0, 1, len(old) // 40, len(old)][number % 4]):
+            if old:
+                new[rng.randrange(len(old))] = rng.randrange(256)
+        pairs.append((old, bytes(new)))
+
+    def diffs(group):
+        olds, news = worker.place([len(old) for old, _ in group])
+        for view, other, (old, new) in zip(olds, news, group, strict=True):
+            view[:], other[:] = old, new
+        return worker.diff([(0, len(old)) for old, _ in group])
+
+    together = diffs(pairs)
+    for size in (1, 2, FEW, FEW + 1):
+        assert [diff for start in range(0, len(pairs), size) for diff in diffs(pairs[start : start + size])] == together
 
 
 def test_a_target_writes_from_several_threads_and_keeps_one_file_open_for_each(tmp_path):

@@ -21,6 +21,9 @@ MIN_RUN = 5
 DENSE = 0.55
 """From this part of non-zero words on, matches do not pay: literals only."""
 
+FEW = 16
+"""Up to so many parts it is faster to look at each by itself than at all of them together."""
+
 RECORD_BYTES = 16
 """Length of one sequence as zstd takes it: four uint32."""
 
@@ -86,11 +89,14 @@ class SequenceBuilder:
         count = int(np.count_nonzero(nonzero))
         if not count:
             return [_NOTHING] * len(lengths)
-        if len(lengths) > 1:
-            return self._find_many(data, words, self._places(begin, count), lengths, positions)
-        if count > DENSE * words.size:
+        if len(lengths) == 1 and count > DENSE * words.size:
             return [Found(self._count(data), 0, 0)]
-        return [self._find_one(words, self._places(begin, count), lengths[0])]
+        where = self._places(begin, count)
+        if len(lengths) == 1:
+            return [self._find_one(words, where, lengths[0], 0)]
+        if len(lengths) <= FEW:
+            return self._find_few(words, where, lengths, positions)
+        return self._find_many(data, words, where, lengths, positions)
 
     def _places(self, begin: int, count: int) -> _Places:
         """Return which of the flags from ``begin`` on are true; ``count`` of them are.
@@ -103,7 +109,27 @@ class SequenceBuilder:
             return self._flags[begin:].nonzero()[0][:count]
         return self._flags[begin : self._most].nonzero()[0]
 
-    def _find_one(self, words: _Words, where: _Places, length: int) -> Found:
+    def _find_few(self, words: _Words, where: _Places, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
+        """Look at one part after the other."""
+        begins = [position // WORD_BYTES for position in positions]
+        borders = [*where.searchsorted(begins).tolist(), where.size]
+        found = []
+        first = 0
+        for number, begin in enumerate(begins):
+            mine = where[borders[number] : borders[number + 1]]
+            if not mine.size:
+                found.append(_NOTHING)
+                continue
+            part = words[begin : begin + round_up(lengths[number]) // WORD_BYTES]
+            if mine.size > DENSE * part.size:
+                found.append(Found(self._count(part.view(np.uint8)), 0, 0))
+                continue
+            found.append(self._find_one(part, mine - begin, lengths[number], first))
+            first += found[-1].records
+        return found
+
+    def _find_one(self, words: _Words, where: _Places, length: int, first: int) -> Found:
+        """Return what is in a part whose non-zero words are ``where``; its records go from number ``first`` on."""
         count = where.size
         gathered, masks = self._gather(words, where)
         # The edges are: 1, first 0, after 0, first 1, after 1, ..., length. All but the outer ones come in pairs.
@@ -113,9 +139,9 @@ class SequenceBuilder:
         np.add(_BOTH.take(masks, out=pairs, mode="clip"), base, out=pairs)
         edges[0], edges[-1] = 1, length
         kept = self._long_enough(np.subtract(edges[1::2], edges[::2], out=self._gaps[: count + 1]))
-        self._write_records(edges, edges[1:], np.left_shift(kept, 1, out=self._base[: kept.size]))
+        self._write_records(edges, edges[1:], np.left_shift(kept, 1, out=self._base[: kept.size]), first)
         changed = np.count_nonzero(np.not_equal(gathered, 0, out=self._bytes[: gathered.size]))
-        return Found(int(changed), 0, kept.size)
+        return Found(int(changed), first, kept.size)
 
     def _find_many(
         self, data: Bytes, words: _Words, where: _Places, lengths: Sequence[int], positions: Sequence[int]
@@ -135,7 +161,7 @@ class SequenceBuilder:
         match_from = np.insert(_AFTER.take(masks) + base, borders[:-1], begins + 1)
         match_to = np.insert(_FIRST.take(masks) + base, borders[1:], begins + sizes)
         kept = self._long_enough(np.subtract(match_to, match_from, out=self._gaps[: match_to.size]))
-        self._write_records(match_from, match_to, kept)
+        self._write_records(match_from, match_to, kept, 0)
         records = np.searchsorted(kept, borders + np.arange(borders.size))  # the first record of each part
         own = np.flatnonzero(
             np.diff(records)
@@ -165,19 +191,27 @@ class SequenceBuilder:
         return np.greater_equal(lengths, MIN_RUN - 1, out=self._kept[: lengths.size]).nonzero()[0]
 
     def _write_records(
-        self, match_from: npt.NDArray[np.int32], match_to: npt.NDArray[np.int32], where: npt.NDArray[np.int64]
+        self,
+        match_from: npt.NDArray[np.int32],
+        match_to: npt.NDArray[np.int32],
+        where: npt.NDArray[np.int64],
+        first: int,
     ) -> None:
-        """Write a record for each match whose begin and end lie at the places ``where``, as if all were of one part."""
+        """Write a record for each match whose begin and end lie at the places ``where``, as if all were of one part.
+
+        The records go from number ``first`` on.
+        """
         count = where.size
-        if count > self._ready:
-            self._records[self._ready : count, 0] = 1
-            self._ready = count
+        if first + count > self._ready:
+            self._records[self._ready : first + count, 0] = 1
+            self._ready = first + count
         if count:
+            records = self._records[first : first + count]
             begins = match_from.take(where, out=self._from[:count], mode="clip")
             ends = match_to.take(where, out=self._to[:count], mode="clip")
-            np.subtract(ends, begins, out=self._records[:count, 2])
-            np.subtract(begins[1:], ends[:-1], out=self._records[1:count, 1])
-            self._records[0, 1] = begins[0]
+            np.subtract(ends, begins, out=records[:, 2])
+            np.subtract(begins[1:], ends[:-1], out=records[1:, 1])
+            records[0, 1] = begins[0]
 
     def _count(self, data: Bytes) -> int:
         """Return how many bytes are not zero."""
