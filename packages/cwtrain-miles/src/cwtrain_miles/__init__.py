@@ -1,27 +1,17 @@
-"""miles adapter for CoreWeave Dedicated Inference.
+"""miles adapter for CoreWeave Dedicated Inference: a run publishes its weights by flags and environment alone.
 
-This version registers the adapter and nothing more: ``hook``, the documented name, is not in it yet, and asking for it
-says so. Until then publish from the training script with ``cwtrain.HotLoader.publish``, or run
-``cwtrain hotload publish`` after each save.
+    --update-weight-transfer-mode disk-delta
+    --update-weight-delta-encoding xor --update-weight-delta-checksum adler32
+    --update-weight-disk-dir DIR --update-weight-local-checkpoint-dir DIR2
+    --custom-update-weight-post-write-path cwtrain.integrations.miles.hook
+
+``hook(args, version_dir, rollout_engines)`` publishes each version that miles writes; the settings are
+``CWTRAIN_HOTLOAD_*`` (``cwtrain.config.HotLoadConfig``). It is slime's hook, which reads from its arguments who calls.
+Before a run: ``cwtrain miles check ARGS...``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from cwtrain_slime import hook
 
-__all__: list[str] = []
-
-_NOT_YET = frozenset({"hook"})
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NOT_YET:
-        from importlib.metadata import version
-
-        from cwtrain.errors import IntegrationError
-
-        raise IntegrationError(
-            f"cwtrain-miles {version('cwtrain-miles')} does not bring {name!r} yet",
-            hint="update cwtrain-miles; until it does, publish with cwtrain.HotLoader or: cwtrain hotload publish",
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["hook"]

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -105,13 +105,15 @@ def stand(
     crew: Crew,
     manifest: Mapping[str, ObjectDigest] | None,
     before: Standing | None = None,
+    others: Collection[str] = (),
 ) -> Standing:
     """Compare ``files`` with what stands under ``identity``.
 
     Equal is what has the size and the SHA-256 of the local file, by the object's own metadata or else by the manifest.
     ETags prove nothing: they depend on how an object was sent. An object that says nothing about itself cannot be
     verified and counts as different. ``crew`` does the requests and the reading;
-    what an earlier look (``before``) found equal is not read again.
+    what an earlier look (``before``) found equal is not read again. ``others`` may be there as well: other processes
+    send them.
     """
     names = Counter(file.name for file in files)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -127,7 +129,7 @@ def stand(
     if held is not None and foreign:
         reasons[claim_name(location, identity)] = claimed_by(held)
     for name in listed:
-        if name not in names:
+        if name not in names and name not in others:
             reasons[name or "the object that is the prefix itself"] = "it is no part of this snapshot"
     for file in there:
         if listed[file.name] != file.size_bytes:

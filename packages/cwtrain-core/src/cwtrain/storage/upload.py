@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cwtrain.errors import ConfigError
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
@@ -37,6 +37,7 @@ def upload_objects(
     max_bytes_per_second: float | None = None,
     sizes: PartSizes = PartSizes(),  # noqa: B008  (frozen)
     record_directory: str | None = None,
+    others: Collection[str] = (),
 ) -> UploadReport:
     """Upload ``files`` as the snapshot ``identity`` and return what was sent and what was there already.
 
@@ -53,6 +54,7 @@ def upload_objects(
     our metadata; without it the one in the bucket does. ``directory`` names the snapshot's directory for the claim
     (found from the paths without it). ``max_bytes_per_second`` limits the bandwidth, ``sizes`` says what goes in parts.
     ``record_directory`` is where open multipart uploads are noted for the next run (the temporary directory).
+    ``others`` names objects of the snapshot that other processes of the same ``run_id`` send: they may be there or not.
 
     The first refusal stops the rest: open multipart uploads are aborted and that error is raised; Ctrl-C, and whatever
     ``on_progress`` raises, do the same. Raises SnapshotChangedError when a file changes after inspection,
@@ -70,7 +72,7 @@ def upload_objects(
             workers,
         )
         workers = store.max_connections
-    upload = _Upload(files, store, location, identity, workers, on_progress, max_bytes_per_second)
+    upload = _Upload(files, store, location, identity, workers, on_progress, max_bytes_per_second, others)
     return upload.run(
         claim_of(files, run_id=run_id, directory=directory),
         manifest=manifest,
@@ -90,8 +92,10 @@ class _Upload:
         workers: int,
         on_progress: Callable[[UploadProgress], None] | None,
         max_bytes_per_second: float | None,
+        others: Collection[str],
     ) -> None:
         self._files = files
+        self._others = others
         self._store = store
         self._location = location
         self._identity = identity
@@ -171,6 +175,7 @@ class _Upload:
             crew=self._crew,
             manifest=manifest,
             before=before,
+            others=self._others,
         )
         if standing.reasons:
             raise conflict_error(self._location, self._identity, standing.reasons)

@@ -1,0 +1,223 @@
+"""What one call of the trainer's hook means, and who does what about it.
+
+    hook(args, <disk dir>, engines)                 rank 0 alone: the base checkpoint; bounded, no collective
+    hook(args, <disk dir>/weight_v000007, engines)  every rank: rank 0 publishes, all beat together, all end alike
+
+All decisions (full or delta, epochs, what an empty version is) are the publisher's. Here are only the ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from cwtrain.config import HotLoadConfig
+from cwtrain.errors import CWTrainError
+from cwtrain.events import WeightsWritten, WriteMode
+from cwtrain.hotload.publisher import Publisher, PublishOutcome
+from cwtrain.plugins import Plugins, get_plugins
+from cwtrain_slime._args import RunArgs
+from cwtrain_slime._parts import Part, PartsSender, Send, Spread, headers, local_shards, refuse_mirror, send, spread_of
+from cwtrain_slime._ranks import Ranks, Work, find_ranks
+from cwtrain_slime._talk import Done, Talk
+from cwtrain_slime._tracking import track
+
+if TYPE_CHECKING:
+    from cwtrain.hotload.progress import ProgressEvent
+
+__all__ = ["Adapter", "MakePublisher", "adapter_of"]
+
+logger = logging.getLogger("cwtrain.slime")
+
+MakePublisher = Callable[..., Publisher]
+
+APART_SECONDS: Final = 1500.0
+"""What a call may take where the ranks cannot beat together: the others stand in a barrier of 30 minutes."""
+
+
+class Adapter:
+    """One disk directory of a trainer, in one process. ``make`` makes the publisher on the rank that publishes."""
+
+    def __init__(self, disk_dir: Path, *, make: MakePublisher = Publisher, plugins: Plugins | None = None) -> None:
+        self.disk_dir = disk_dir
+        self._make = make
+        self._plugins = plugins
+        self._publisher: Publisher | None = None
+        self._parts = PartsSender()
+        self._progress = ""
+        self._ending = False
+
+    # -- the two calls -------------------------------------------------------------------------------------------------
+
+    def post_write(self, run: RunArgs, version_dir: str) -> PublishOutcome | None:
+        """Publish what the trainer wrote, and return what was done; None on a rank that is not told.
+
+        Raises the same error on every rank of a numbered call; a baseline call raises on rank 0.
+        """
+        if os.path.realpath(version_dir) == os.path.realpath(self.disk_dir):
+            return self._baseline(run)
+        return self._numbered(run, find_ranks(run), version_dir)
+
+    def _baseline(self, run: RunArgs) -> PublishOutcome | None:
+        """Have the base published, for a bounded time. The other ranks stand in a barrier: nothing here is shared."""
+        if run.rank != 0:
+            return None
+        publisher = self._made(run)
+        wait = min(publisher.settings.baseline_wait, APART_SECONDS)
+        try:
+            return publisher.baseline(wait_seconds=wait)
+        except BaseException:
+            self._drop()
+            raise
+
+    def _numbered(self, run: RunArgs, ranks: Ranks, version_dir: str) -> PublishOutcome | None:
+        what = f"the publish of {Path(version_dir).name}"
+        if not ranks.meet:
+            logger.warning(
+                "the ranks cannot beat together (no group of all ranks): rank 0 has %.0f s for each version",
+                APART_SECONDS,
+            )
+        if ranks.rank != 0:
+            self._notify(run, ranks, version_dir)
+        spread = self._spread(ranks, version_dir, what)
+        parts: list[Part] = []
+        if spread is not None:
+            found = ranks.together(Work(lambda: headers(version_dir, ranks.rank, spread)), what=what)
+            parts = [part for some in found for part in some]
+        talk: Talk | None = None
+        if ranks.rank == 0:
+            deadline = None if ranks.meet else APART_SECONDS
+            talk = Talk(lambda talk: self._publish(run, ranks, version_dir, deadline, talk, spread, parts))
+        outcome = self._follow(ranks, version_dir, talk, what)
+        if outcome is not None:
+            logger.info("version %d: %s as %s (%s)", outcome.number, outcome.state, outcome.identity, outcome.kind)
+            track(run, outcome.metrics, version=outcome.number)
+        return outcome
+
+    # -- every rank ----------------------------------------------------------------------------------------------------
+
+    def _spread(self, ranks: Ranks, version_dir: str, what: str) -> Spread | None:
+        """Return who has which shard where the nodes share no disk."""
+        if ranks.size == 1 or not ranks.meet:
+            return None
+        return spread_of(ranks.together(Work(lambda: local_shards(version_dir)), what=what))
+
+    def _follow(self, ranks: Ranks, version_dir: str, talk: Talk | None, what: str) -> PublishOutcome | None:
+        """Beat until rank 0 is done, doing what it asks for on the way."""
+        try:
+            while True:
+                work = Work(talk.next) if talk is not None else None
+                said = ranks.together(work, what=what, progress=lambda: self._progress)[0]
+                if isinstance(said, Done):
+                    outcome: PublishOutcome = said.value
+                    return outcome
+                if not isinstance(said, Send):
+                    return None  # a rank that is not told: the ranks cannot meet
+                sending = partial(send, version_dir, ranks.rank, said)
+                answers = ranks.together(Work(sending), what=f"sending the shards of {said.identity}")
+                if talk is not None:
+                    talk.answer(answers)
+        except BaseException:
+            if talk is not None:
+                talk.give_up()
+            raise
+
+    def _notify(self, run: RunArgs, ranks: Ranks, version_dir: str) -> None:
+        """Tell plugins that the files exist; on rank 0 the publisher does."""
+        plugins = self._plugins if self._plugins is not None else get_plugins()
+        name = Path(version_dir).name
+        digits = name.removeprefix("weight_v")
+        plugins.notify(
+            WeightsWritten(
+                framework=run.dialect.name,
+                path=version_dir,
+                mode=WriteMode.FULL if run.full_mode else WriteMode.DELTA,
+                version=int(digits) if digits.isdecimal() else None,
+                rank=ranks.rank,
+                world_size=ranks.size,
+            )
+        )
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _publish(
+        self,
+        run: RunArgs,
+        ranks: Ranks,
+        version_dir: str,
+        deadline: float | None,
+        talk: Talk,
+        spread: Spread | None,
+        parts: list[Part],
+    ) -> PublishOutcome:
+        try:
+            publisher = self._made(run, world_size=ranks.size)
+            if spread is None:
+                return publisher.publish_directory(version_dir, deadline=deadline)
+            refuse_mirror(publisher.settings, full_mode=run.full_mode, spread=spread, version_dir=version_dir)
+            with self._parts.sending(Path(version_dir), parts, talk, spread, publisher) as directory:
+                return publisher.publish_directory(directory, deadline=deadline)
+        except BaseException:
+            self._drop()
+            raise
+
+    def _made(self, run: RunArgs, *, world_size: int | None = None) -> Publisher:
+        """Return the publisher, made at the first call: only then the environment is looked at."""
+        if self._publisher is None:
+            settings = HotLoadConfig.from_env()
+            if run.full_mode and settings.mirror is None:
+                # Every version is whole: there is nothing that a mirror could be needed for.
+                settings = attrs.evolve(settings, mirror=False, full_every=0)
+            plugins = self._plugins if self._plugins is not None else get_plugins()
+            name = f"cwtrain.{run.dialect.name}.parts:{self.disk_dir}"
+            if plugins.plugin(name) is None:
+                plugins.register(self._parts, name=name, distribution=f"cwtrain-{run.dialect.name}")
+            self._publisher = self._make(
+                settings,
+                disk_dir=self.disk_dir,
+                base=run.hf_checkpoint,
+                framework=run.dialect.name,
+                world_size=world_size if world_size is not None else run.world_size,
+                plugins=plugins,
+                on_progress=self._heard,
+            )
+            if not settings.wait and not self._ending:
+                self._ending = True
+                atexit.register(self._finish)
+        return self._publisher
+
+    def _heard(self, event: ProgressEvent) -> None:
+        self._progress = event.summary()
+
+    def _drop(self) -> None:
+        """Let go of the publisher after an error: another process may take the run over, or this one begin anew."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def _finish(self) -> None:
+        """With WAIT=0 wait for the last hot-load as the process ends; one that is killed leaves it to the service."""
+        if self._publisher is None:
+            return
+        try:
+            self._publisher.finish(deadline=self._publisher.settings.timeout)
+        except CWTrainError as exc:
+            logger.error("the last version: %s; %s", exc, exc.hint)
+
+
+_ADAPTERS: dict[Path, Adapter] = {}
+
+
+def adapter_of(run: RunArgs) -> Adapter:
+    """Return this process' adapter for the run's disk directory."""
+    key = Path(os.path.realpath(run.disk_dir))
+    if key not in _ADAPTERS:
+        _ADAPTERS[key] = Adapter(run.disk_dir)
+    return _ADAPTERS[key]
