@@ -394,7 +394,7 @@ class SnapshotWriter:
                 f"{self.identity}: a delta needs base=", hint="give what it applies to, or write a full snapshot"
             )
         previous = given if given is not None else base.identity
-        if previous is None or (base.identity is not None and base.identity != previous):
+        if previous is None or not base.types() or (base.identity is not None and base.identity != previous):
             held = f"holds {base.identity!r}" if base.identity else "holds no whole version"
             raise SnapshotError(
                 f"{self.identity}: the base {held}, so there is no delta on {given!r}",
