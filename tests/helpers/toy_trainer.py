@@ -1,7 +1,7 @@
 """A trainer's delta writer, as slime and miles behave towards a publisher: directories, numbers, restarts.
 
-Written from the format's description alone. Each version changes some bytes of some tensors; what every version holds is
-kept, so that what is served can be compared.
+Written from the format's description alone. Each version changes some bytes of some tensors; what every version holds
+is kept, so that what is served can be compared.
 """
 
 from __future__ import annotations

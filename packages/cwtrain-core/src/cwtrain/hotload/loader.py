@@ -268,6 +268,7 @@ class HotLoader:
             location=self.location,
             store=self.store,
             hot_loads=hot_loads,
+            run_id=self.run_id,
         )
         done = self.operations.done(work, hot_loads) if not plan.upload_bytes else None
         plan = attrs.evolve(plan, already_served=done is not None)

@@ -26,8 +26,9 @@ def plan_publish(
     location: Location,
     store: ObjectStore,
     hot_loads: Sequence[HotLoad],
+    run_id: str | None = None,
 ) -> PublishPlan:
-    """Return the plan of publishing ``snapshot`` as ``work`` on top of ``hot_loads`` (newest first).
+    """Return the plan of publishing ``snapshot`` as ``work`` on top of ``hot_loads`` (newest first), for ``run_id``.
 
     Raises SnapshotChainError when the delta cannot be resolved, SnapshotConflictError when the identity holds other
     content. Nothing is written.
@@ -41,7 +42,9 @@ def plan_publish(
         deltas, more = check_predecessor(snapshot, identity, hot_loads)
         warnings += more
         reason = f"the directory is a delta on {snapshot.previous_identity}"
-    uploads = plan_upload(files_for_upload(snapshot, identity), store=store, location=location, identity=identity)
+    uploads = plan_upload(
+        files_for_upload(snapshot, identity), store=store, location=location, identity=identity, run_id=run_id
+    )
     if uploads.conflicts:
         raise SnapshotConflictError(
             f"{location.uri(identity)} holds other content than {snapshot.path}: {some(uploads.conflicts)}",

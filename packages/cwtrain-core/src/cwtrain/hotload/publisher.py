@@ -180,8 +180,6 @@ class Publisher:
         Raises what has gone wrong by then; a later failure is raised by the first numbered call.
         """
         with self._mutex:
-            self._join()
-            self._baseline_error = None
             self._plugins.notify(self._event(WriteKind.BASELINE, self.disk_dir, None))
             return self._start_baseline(self.settings.baseline_wait if wait_seconds is None else wait_seconds)
 
@@ -209,8 +207,6 @@ class Publisher:
                 look = look_at(path, disk_dir=self.disk_dir, number=number, number_of=self._number_of)
                 self._plugins.notify(self._event(look.kind, look.path, look.number))
                 if look.kind is WriteKind.BASELINE:
-                    self._join()
-                    self._baseline_error = None
                     return self._start_baseline(self.settings.baseline_wait)
                 self._join()
                 seconds = self.settings.deadline if self.settings.deadline is not None else deadline
@@ -273,6 +269,9 @@ class Publisher:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _start_baseline(self, wait_seconds: float) -> PublishOutcome:
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._baseline_error = None, None
         snapshot = check_base(self.base, mirror_path=self._journal.mirror_path if self._follower else None)
         baseline = Baseline(self.base, self.settings, self._journal, self._follower, self._sender)
 

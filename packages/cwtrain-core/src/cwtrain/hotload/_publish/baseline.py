@@ -75,6 +75,21 @@ class Baseline:
         raises.
         """
         budget = Budget(None, self.sender.clock)
+        identity = identity_of(self.journal.state.run_id, 1, 0)
+        try:
+            epoch = self._open_epoch(budget)
+            self._tell(identity, BaselineState.PUBLISHING, budget)
+            identity = self._serve(snapshot, epoch, budget)
+            self._tell(identity, BaselineState.SERVED, budget)
+        except CWTrainError as error:
+            self._tell_failure(identity, error)
+            raise
+        except Exception as error:
+            self._tell_failure(identity, CWTrainError(f"{type(error).__name__}: {error}"))
+            raise
+        return identity
+
+    def _open_epoch(self, budget: Budget) -> int:
         loader, journal = self.sender.loader, self.journal
         self.sender.through_outages(
             lambda: check_hot_load(loader.client, loader.deployment_id, s3=loader.store), budget, "checking the access"
@@ -97,18 +112,7 @@ class Baseline:
             "opening an epoch",
         )
         journal.save(journal.state.opened(epoch))
-        identity = identity_of(run, 1, 0)
-        try:
-            self._tell(identity, BaselineState.PUBLISHING, budget)
-            identity = self._serve(snapshot, epoch, budget)
-            self._tell(identity, BaselineState.SERVED, budget)
-        except CWTrainError as error:
-            self._tell_failure(identity, error)
-            raise
-        except Exception as error:
-            self._tell_failure(identity, CWTrainError(f"{type(error).__name__}: {error}"))
-            raise
-        return identity
+        return epoch
 
     def _serve(self, snapshot: LocalSnapshot, epoch: int, budget: Budget) -> str:
         journal, loader = self.journal, self.sender.loader

@@ -135,7 +135,7 @@ def _count(index: Mapping[str, object]) -> int:
 def _refused(place: str, what: str) -> SnapshotLayoutError:
     problem = f"{INDEX_NAME}: {what}"
     return SnapshotLayoutError(
-        f"{place}: {what}",
+        f"{place}: {problem}",
         problems=[problem],
         hint="give the publisher the version (number=), or name directories like weight_v000007",
     )
