@@ -6,7 +6,6 @@ is ours: with pluggy's own, one plugin that raises would keep all later ones fro
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.metadata
 import logging
@@ -28,6 +27,7 @@ from cwtrain.models.sync import (
     WeightSyncResult,
 )
 from cwtrain.plugins import specs
+from cwtrain.plugins._conflicts import LEAVE_OUT, conflict, conflicting_command, refuse_unknown_hooks, unique
 from cwtrain.plugins._records import (
     BrokenPlugin,
     LoadedPlugin,
@@ -37,6 +37,7 @@ from cwtrain.plugins._records import (
     module_of,
     one_line,
 )
+from cwtrain.plugins._trace import trace_after, trace_before
 
 if TYPE_CHECKING:
     import click
@@ -80,7 +81,7 @@ class Plugins:
 
         A plugin that cannot be imported or names an unknown hook is recorded in ``broken`` and warned about once;
         ``config.strict`` raises ``PluginLoadError`` instead. Without ``config`` the environment says
-        (``CWTRAIN_DISABLED_PLUGINS``, ``CWTRAIN_STRICT_PLUGINS``, ``CWTRAIN_TRACE_PLUGINS``).
+        (``CWTRAINLEAVE_OUTD_PLUGINS``, ``CWTRAIN_STRICT_PLUGINS``, ``CWTRAIN_TRACE_PLUGINS``).
         """
         plugins = cls(config=config if config is not None else PluginConfig.from_env())
         if entry_points is None:
@@ -94,7 +95,7 @@ class Plugins:
                 continue
             if (first := seen.setdefault(entry.name, entry)) is not entry:
                 if first.value != entry.value:  # the same one twice on the path is no conflict
-                    plugins._record_broken(broken_entry(entry, _conflict("plugin", entry.name, first, entry)))
+                    plugins._record_broken(broken_entry(entry, conflict("plugin", entry.name, first, entry)))
                 continue
             plugins._load_entry(entry)
         plugins._disabled = tuple(sorted(disabled))
@@ -119,13 +120,13 @@ class Plugins:
         if (other := self._loaded.get(name)) is not None:
             raise PluginConflictError(
                 f"two plugins are named {name!r}: {other.origin} and {distribution or module_of(plugin)}",
-                hint=f"uninstall one of them, or leave one out with {_DISABLE}",
+                hint=f"uninstall one of them, or leave one out with {LEAVE_OUT}",
             )
         # Validated on a manager of its own, which is also what calls it apart from the others.
         alone = self._new_manager()
         try:
             alone.register(plugin, name)
-            _refuse_unknown_hooks(alone, name)
+            refuse_unknown_hooks(alone, name)
             self._manager.register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as exc:
             raise PluginLoadError(f"plugin {name!r} cannot be used: {one_line(exc)}") from exc
@@ -156,14 +157,14 @@ class Plugins:
         manager = pluggy.PluginManager(specs.PROJECT)
         manager.add_hookspecs(specs)
         if self._config.trace:
-            manager.add_hookcall_monitoring(_trace_before, _trace_after)
+            manager.add_hookcall_monitoring(trace_before, trace_after)
         return manager
 
     def _record_broken(self, broken: BrokenPlugin, cause: BaseException | None = None) -> None:
         if self._config.strict:
             raise PluginLoadError(
                 f"plugin {broken.name!r} ({broken.origin}) is broken at {broken.where}: {broken.error}",
-                hint=f"fix or uninstall it, leave it out with {_DISABLE}, or unset CWTRAIN_STRICT_PLUGINS",
+                hint=f"fix or uninstall it, leave it out with {LEAVE_OUT}, or unset CWTRAIN_STRICT_PLUGINS",
             ) from cause
         if (key := (broken.name, broken.where)) not in self._broken:
             logger.warning(
@@ -203,12 +204,12 @@ class Plugins:
     def integrations(self) -> tuple[Integration, ...]:
         """Return the trainers that plugins integrate, by name; two of one name raise ``PluginConflictError``."""
         found = self._collect("cwtrain_register_integration", Integration)
-        return tuple(item for _, item in sorted(_unique("integration", found).items()))
+        return tuple(item for _, item in sorted(unique("integration", found).items()))
 
     def rollout_backends(self) -> tuple[RolloutBackendFactory, ...]:
         """Return the ways to sample rollouts, by name; two of one name raise ``PluginConflictError``."""
         found = self._collect("cwtrain_register_rollout_backend", RolloutBackendFactory)
-        return tuple(item for _, item in sorted(_unique("rollout backend", found).items()))
+        return tuple(item for _, item in sorted(unique("rollout backend", found).items()))
 
     def rollout_backend(self, name: str) -> RolloutBackendFactory:
         """Return the way to sample rollouts called ``name``; ``PluginError`` says which there are."""
@@ -238,12 +239,12 @@ class Plugins:
                 if name in reserved:
                     self._record_broken(broken_at(plugin, "cwtrain_register_commands", f"{name!r} is core's command"))
                 elif name in owners:
-                    conflict = PluginConflictError(
+                    clash = PluginConflictError(
                         f"two plugins offer the command {name!r}: {owners[name].origin} and {plugin.origin}",
-                        hint=f"uninstall one of them, or leave one out with {_DISABLE}",
+                        hint=f"uninstall one of them, or leave one out with {LEAVE_OUT}",
                     )
-                    group.add_command(_conflicting_command(name, conflict), name)
-                    self._record_broken(broken_at(plugin, f"command {name}", str(conflict)))
+                    group.add_command(conflicting_command(name, clash), name)
+                    self._record_broken(broken_at(plugin, f"command {name}", str(clash)))
                 else:
                     owners[name] = plugin
                     group.add_command(command, name)
@@ -383,60 +384,6 @@ class Plugins:
         return callers
 
 
-_DISABLE: Final = "CWTRAIN_DISABLED_PLUGINS=<name>"
-
-
-def _refuse_unknown_hooks(manager: pluggy.PluginManager, name: str) -> None:
-    """Raise for hooks of the one plugin in ``manager`` that this version does not have."""
-    unknown = [
-        hook.name
-        for hook in manager.get_hookcallers(manager.get_plugin(name)) or ()
-        if not hook.has_spec() and not all(impl.optionalhook for impl in hook.get_hookimpls())
-    ]
-    if unknown:
-        close = [match for hook in unknown for match in difflib.get_close_matches(hook, specs.KINDS, 1)]
-        raise PluginLoadError(
-            f"plugin {name!r} implements unknown hooks: {', '.join(unknown)}",
-            hint=(f"did you mean {', '.join(close)}? " if close else "")
-            + "A hook of another version of core is marked hookimpl(optionalhook=True)",
-        )
-
-
-def _unique(what: str, found: Iterable[tuple[LoadedPlugin, _T]]) -> dict[str, _T]:
-    """Return the items by name, or raise naming the distributions of two that share one."""
-    owners: dict[str, LoadedPlugin] = {}
-    items: dict[str, _T] = {}
-    for plugin, item in found:
-        name: str = item.name  # type: ignore[attr-defined]  # both kinds have a name
-        if name in items:
-            raise PluginConflictError(
-                f"two plugins register the {what} {name!r}: {owners[name].origin} and {plugin.origin}",
-                hint=f"uninstall one of them, or leave one out with {_DISABLE}",
-            )
-        owners[name], items[name] = plugin, item
-    return items
-
-
-def _conflicting_command(name: str, conflict: PluginConflictError) -> click.Command:
-    import click
-
-    def fail(**_: object) -> None:
-        raise conflict
-
-    return click.Command(
-        name,
-        callback=fail,
-        help=f"(not usable: {conflict})",
-        add_help_option=False,
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )
-
-
-def _conflict(what: str, name: str, *entries: importlib.metadata.EntryPoint) -> PluginConflictError:
-    origins = " and ".join(distribution_of(entry)[0] or entry.value for entry in entries)
-    return PluginConflictError(f"two distributions bring a {what} named {name!r}: {origins}")
-
-
 def _folded(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
@@ -445,19 +392,6 @@ def _codes(traceback: TracebackType | None) -> Iterable[object]:
     while traceback is not None:
         yield traceback.tb_frame.f_code
         traceback = traceback.tb_next
-
-
-def _trace_before(hook_name: str, hook_impls: Iterable[pluggy.HookImpl], kwargs: Mapping[str, Any]) -> None:
-    names = ", ".join(impl.plugin_name for impl in hook_impls)
-    about = ", ".join(f"{key}={type(value).__name__}" for key, value in kwargs.items())
-    logger.info("%s(%s) -> %s", hook_name, about, names or "nobody")
-
-
-def _trace_after(
-    outcome: pluggy.Result[Any], hook_name: str, hook_impls: Iterable[pluggy.HookImpl], kwargs: Mapping[str, Any]
-) -> None:
-    how = f"raised {type(outcome.exception).__name__}" if outcome.exception is not None else "done"
-    logger.info("%s %s", hook_name, how)
 
 
 _lock = threading.Lock()
