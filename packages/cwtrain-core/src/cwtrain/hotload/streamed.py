@@ -103,6 +103,14 @@ def complete_streamed(store: ObjectStore, location: Location, identity: str) -> 
             f"{location.uri(identity)} cannot be completed: it has no manifest of a streamed upload",
             hint="publish the version under another identity (free_identity gives one)",
         )
+    prefix = location.prefix(identity)
+    there = {one.key.removeprefix(prefix): one.size_bytes for one in store.list_objects(prefix)}
+    for name, item in manifest["objects"].items():
+        if name != INDEX_NAME and there.get(name) != item["size"]:
+            raise SnapshotError(
+                f"{location.uri(identity)} cannot be completed: {name} is not as its manifest says",
+                hint="publish the version under another identity (free_identity gives one)",
+            )
     weight_map: dict[str, str] = {}
     raw_bytes = 0
     for name in sorted(manifest["objects"]):
