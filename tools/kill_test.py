@@ -3,11 +3,13 @@
     python tools/kill_test.py mirror --seeds 200
     python tools/kill_test.py full --seeds 200
     python tools/kill_test.py upload --seeds 200
+    python tools/kill_test.py publisher --seeds 200
     python tools/kill_test.py steps
 
 `mirror` is an update of a `WeightMirror`, `full` a full snapshot being written; `steps` kills each kind of update of a
-mirror before each call that it makes to the disk; `upload` is an upload to a real S3 server. Ends with 1 if anything
-was wrong, and says with which seed.
+mirror before each call that it makes to the disk; `upload` is an upload to a real S3 server; `publisher` is a run of 40
+versions on an emulator, killed and begun again on the same disk or on an empty one. Ends with 1 if anything was wrong,
+and says with which seed.
 """
 
 from __future__ import annotations
@@ -56,6 +58,17 @@ def run_upload(options: argparse.Namespace) -> int:
     return _report("upload", f"{options.seeds} seeds, ", ends, wrong, started)
 
 
+def run_publisher(options: argparse.Namespace) -> int:
+    """Run the seeds of `publisher`."""
+    import kill_publisher
+
+    ends: Counter[str] = Counter()
+    started = time.monotonic()
+    seeds = range(options.first, options.first + options.seeds)
+    wrong = kill_publisher.kill_publishers(seeds, ends, versions=options.versions)
+    return _report(options.what, f"{options.seeds} seeds, ", ends, wrong, started)
+
+
 def _report(what: str, seeds: str, ends: Counter[str], wrong: list[str], started: float) -> int:
     kills = sum(count for end, count in ends.items() if end.startswith("killed"))
     print(f"{what}: {seeds}{kills} kills, {len(wrong)} wrong, {time.monotonic() - started:.0f} s")
@@ -73,6 +86,11 @@ def main() -> int:
         command.add_argument("--seeds", type=int, default=12)
         command.add_argument("--first", type=int, default=0)
         command.set_defaults(run=run)
+    command = commands.add_parser("publisher")
+    command.add_argument("--seeds", type=int, default=12)
+    command.add_argument("--first", type=int, default=0)
+    command.add_argument("--versions", type=int, default=40)
+    command.set_defaults(run=run_publisher)
     command = commands.add_parser("steps")
     command.add_argument("--kind", action="append", choices=["first", "next", "in-place", "one-pass", "undo"])
     command.set_defaults(run=run_mirror)

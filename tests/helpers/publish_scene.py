@@ -45,15 +45,21 @@ class Scene:
         self.deployment_id = deployment["spec"]["id"]
         self.target = deployment["spec"]["hotLoad"]
         self.emulator = emulator
-        self.client = InferenceClient(emulator.admin_token, base_url=emulator.base_url)
-        self.s3 = s3_client(
+        self.client, self.s3 = self.clients()
+        self.seen_objects = {}
+        self.trainer = ToyTrainer(root)
+        self._open = []
+
+    def clients(self):
+        """Return new clients of the service and of the store."""
+        emulator = self.emulator
+        s3 = s3_client(
             emulator.s3_endpoint,
             region_name=emulator.region,
             aws_access_key_id=emulator.access_key_id,
             aws_secret_access_key=emulator.secret_access_key,
         )
-        self.trainer = ToyTrainer(root)
-        self._open = []
+        return InferenceClient(emulator.admin_token, base_url=emulator.base_url), s3
 
     def settings(self, **values):
         return HotLoadConfig(
@@ -100,6 +106,20 @@ class Scene:
     def check_served(self, tensors):
         for replica in self.replicas():
             assert self.service.own(f"/replicas/{replica['name']}/tensors") == hashes(tensors)
+
+    def served_bytes_are(self, held, hot_loads):
+        """Return whether every replica serves the newest hot-load's identity with the bytes that it must hold."""
+        identity = hot_loads[0].identity if hot_loads else None
+        for replica in self.replicas():
+            if identity is None:
+                if replica["identity"] not in ("", "initial"):
+                    return False
+            elif (
+                replica["identity"] != identity
+                or self.service.own(f"/replicas/{replica['name']}/tensors") != held[identity]
+            ):
+                return False
+        return True
 
     def objects(self, prefix):
         root = f"{self.target['pathPrefix']}/"

@@ -1,0 +1,51 @@
+"""Runs whose publisher is killed at random instants and begun again: what `kill_test.py publisher` runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+
+def kill_publishers(seeds: Iterable[int], ends: Counter[str], *, versions: int) -> list[str]:
+    """Run the seeds, each on a deployment of its own; count how they went in ``ends``, and return what was wrong."""
+    from cwtrain_emulator.emulator import Emulator
+    from helpers.emulator_api import Api
+    from helpers.publish_scene import Scene
+    from helpers.publisher_kills import PublisherKills
+
+    wrong = []
+    with Emulator(replicas=1) as emulator, tempfile.TemporaryDirectory(prefix="cwtrain-kills-") as directory:
+        api = Api(emulator.base_url, emulator.admin_token)
+        gateway = api.gateway()["spec"]["id"]
+        for seed in seeds:
+            root = Path(directory) / str(seed)
+            root.mkdir()
+            deployment = api.deployment(
+                gateway,
+                emulator.bucket,
+                hotLoad={
+                    "bucket": emulator.bucket,
+                    "pathPrefix": f"kills-{seed}",
+                    "transitionMode": "TRANSITION_MODE_ASYNC",
+                },
+            )
+            scene = Scene(emulator, deployment, api, root)
+            story = PublisherKills(scene, seed, versions=versions, lives=8, longest=4.0)
+            try:
+                story.run()
+            except AssertionError as error:
+                wrong.append(str(error))
+                print(error, file=sys.stderr)
+            finally:
+                scene.close()
+            ends.update(story.ends)
+            api.ok("DELETE", f"/deployments/{scene.deployment_id}")
+            shutil.rmtree(root, ignore_errors=True)
+        api.close()
+    return wrong
