@@ -11,7 +11,12 @@ import json
 import os
 import random
 import shutil
+import struct
 from pathlib import Path
+
+import xxhash
+import zstandard
+from blake3 import blake3
 
 from helpers.tiny_checkpoint import st_bytes, write_delta_by_hand, write_full
 
@@ -121,5 +126,31 @@ def repeat_tensor(directory, name):
     copy = st_bytes({name: ("U8", (len(blob),), blob)}, {name: header["__metadata__"][name]})
     (place / "model-00001-of-00002.safetensors").write_bytes(copy)
     index["weight_map"][name] = "model-00001-of-00002.safetensors"
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(place)
+
+
+def foreign(directory, old, new, dialect):
+    """Write a delta anew with a checksum or an encoding that the service does not take."""
+    place = Path(directory)
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    checksum = "xxh3-128" if dialect == "overwrite" else dialect
+    digest = {"xxh3-128": lambda raw: xxhash.xxh3_128(raw).hexdigest(), "blake3": lambda raw: blake3(raw).hexdigest()}
+    index["metadata"] |= {
+        "checksum_format": checksum,
+        "delta_encoding": "overwrite" if dialect == "overwrite" else "xor",
+    }
+    blobs, sums = {}, {}
+    for name in index["weight_map"]:
+        before, after = old[name][2], new[name][2]
+        if dialect == "overwrite":
+            places = [at for at in range(len(after)) if before[at] != after[at]]
+            payload = struct.pack(f"<{1 + len(places)}I", len(places), *places) + bytes(after[at] for at in places)
+        else:
+            payload = bytes(a ^ b for a, b in zip(before, after, strict=True))
+        frame = zstandard.ZstdCompressor(level=1).compress(payload)
+        blobs[name] = ("U8", (len(frame),), frame)
+        sums[name] = digest[checksum](after)
+    (place / "model-00000-of-00001.safetensors").write_bytes(st_bytes(blobs, sums))
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
     return str(place)

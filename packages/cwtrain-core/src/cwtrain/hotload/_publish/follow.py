@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from cwtrain.errors import MirrorDamagedError, MirrorError, SnapshotChainError
+from cwtrain.errors import ChecksumError, MirrorDamagedError, MirrorError, SnapshotChainError
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import Look
-from cwtrain.hotload._publish.state import WriteKind
+from cwtrain.hotload._publish.state import Acknowledged, WriteKind
 from cwtrain.hotload.delta import convert_delta
 from cwtrain.hotload.mirror import WeightMirror
 from cwtrain.snapshots.checkpoint import open_checkpoint
@@ -47,6 +47,8 @@ class Follower:
         self._where = where
         self._log = log
         self._mirror: WeightMirror | None = None
+        self._proven = False
+        """Whether its bytes are known to be the run's: made here, or a delta came out right on it."""
 
     @property
     def path(self) -> str:
@@ -78,6 +80,7 @@ class Follower:
         self._mirror = WeightMirror.create(
             source, self.path, version=str(number), checksums=checksums, replace=os.path.lexists(self.path)
         )
+        self._proven = True
         journal.save(journal.state.mirrored(journal.state.epoch))
         return self._mirror
 
@@ -109,8 +112,20 @@ class Follower:
         if look.foreign:
             followed = attrs.evolve(followed, path=self._converted(mirror, look, applied=applied))
         if not applied:
-            mirror.apply_delta(look.path)
+            self._apply(mirror, look)
         return followed
+
+    def _apply(self, mirror: WeightMirror, look: Look) -> None:
+        """Apply a delta. A mirror that lay here at the start and does not fit is made again from the bucket, once."""
+        try:
+            mirror.apply_delta(look.path)
+        except ChecksumError as error:
+            known = self._journal.state.acknowledged
+            if self._proven or known is None or not (known.any_base or known.holds(look.base_number)):
+                raise
+            self._log("the mirror that was found does not have the bytes of %s: %s", known.identity, error)
+            self._fetch(known, look).apply_delta(look.path)
+        self._proven = True
 
     def _at_base_of(self, look: Look) -> WeightMirror:
         """Return the mirror, open at what ``look`` applies to, or at ``look`` itself."""
@@ -134,6 +149,11 @@ class Follower:
                 hint="a version between them never reached the publisher: start the run again with the same "
                 "CWTRAIN_HOTLOAD_RUN_ID, which goes on from its base",
             )
+        return self._fetch(known, look)
+
+    def _fetch(self, known: Acknowledged, look: Look) -> WeightMirror:
+        """Make the mirror again from the bucket, as what ``look`` applies to."""
+        state = self._journal.state
         self._log("the mirror %s is made again from the bucket: %s", self.path, known.identity)
         self.close()
         self._journal.save(state.mirrored(0))
@@ -141,6 +161,7 @@ class Follower:
         self._mirror = WeightMirror.from_bucket(
             self.path, store=store, location=location, identity=known.identity, version=str(look.base_number)
         )
+        self._proven = True
         self._journal.save(self._journal.state.mirrored(state.epoch))
         return self._mirror
 
