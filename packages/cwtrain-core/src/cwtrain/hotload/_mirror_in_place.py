@@ -278,6 +278,7 @@ def _apply_again(
     delta = open_delta(os.path.join(layout.pending, "delta"), base=Checkpoint(path=layout.root, tensors=tensors))
     written = _Covered(done)
     patcher = Patcher(encoder_library(), {})
+    # Pieces are written in a whole multiple of a chunk, and so is what is put back, whatever that multiple was.
     old, new = bytearray(CHUNK_BYTES), bytearray(CHUNK_BYTES)
     with Blobs() as blobs:
         for name, change in delta.changes.items():

@@ -15,6 +15,10 @@ BATCH_BYTES = 4 << 20
 """How much a worker takes at once: so much that handing it over costs little, and so little that it can wait."""
 
 
+PIECE_BYTES = 2 << 20
+"""How much of a file is read at once where nothing is encoded: with more, less is spent on each piece."""
+
+
 class Part(NamedTuple):
     """``length`` bytes from ``start`` on of the tensor with this number."""
 

@@ -15,10 +15,9 @@ import attrs
 from cwtrain.snapshots._adler import adler32, adler32_hex, combine
 from cwtrain.snapshots._buffers import Lane, phase, positions_of
 from cwtrain.snapshots._checksums import ADLER32, hashers
-from cwtrain.snapshots._codec import CHUNK_BYTES
 from cwtrain.snapshots._parallel import Progress, ordered
 from cwtrain.snapshots._patch import Blobs, Patcher, Wrong, mismatch
-from cwtrain.snapshots._spans import BATCH_BYTES, Batch, Part, batches, spans
+from cwtrain.snapshots._spans import BATCH_BYTES, PIECE_BYTES, Batch, Part, batches, spans
 from cwtrain.snapshots._targets import Target
 from cwtrain.snapshots._zstd import encoder_library
 from cwtrain.snapshots.changes import Change
@@ -49,7 +48,7 @@ def sweep(
     workers: int,
     on_progress: Callable[[int, int], object] | None = None,
     encoder: str | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = PIECE_BYTES,
     batch_bytes: int = BATCH_BYTES,
 ) -> Swept:
     """Read ``tensors``, apply their ``changes``, write the result to ``target``, and return its checksums.
