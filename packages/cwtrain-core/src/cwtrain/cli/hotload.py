@@ -38,7 +38,15 @@ _reset_prompt_cache = click.option(
 )
 
 
-@click.group(cls=LazyGroup, no_args_is_help=False)
+@click.group(
+    cls=LazyGroup,
+    lazy={
+        "chain": "cwtrain.cli.hotload_bucket:chain",
+        "resume-info": "cwtrain.cli.hotload_bucket:resume_info",
+        "gc": "cwtrain.cli.hotload_bucket:gc",
+    },
+    no_args_is_help=False,
+)
 def hotload() -> None:
     """Check, publish and follow snapshots of weights."""
 

@@ -22,6 +22,7 @@ _ACTIONS = {
     "list_objects": "s3:ListBucket",
     "stream": "s3:GetObject",
     "put": "s3:PutObject",
+    "delete": "s3:DeleteObject",
     "create_upload": "s3:PutObject",
     "upload_part": "s3:PutObject",
     "complete_upload": "s3:PutObject",
@@ -177,6 +178,11 @@ class MemoryStore:
             self._check_condition("put", key, if_absent, self._conditions)
             self._write(key, data, metadata)
         self._fail("put", key, after=True)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error."""
+        with self._calling("delete", key):
+            self.objects.pop(key, None)
 
     def create_upload(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         """Begin a multipart upload and return its id."""

@@ -146,6 +146,10 @@ class S3Store:
             ),
         )
 
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error."""
+        self._call("s3:DeleteObject", key, lambda: self._client.delete_object(Bucket=self._bucket, Key=key))
+
     def create_upload(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         """Begin a multipart upload and return its id."""
         answer = self._call(

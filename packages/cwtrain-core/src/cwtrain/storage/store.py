@@ -84,6 +84,9 @@ class ObjectStore(Protocol):
     def put(self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False) -> None:
         """Write an object. With ``if_absent`` raises StorageConflictError when there is one."""
 
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error."""
+
     def create_upload(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         """Begin a multipart upload and return its id."""
 

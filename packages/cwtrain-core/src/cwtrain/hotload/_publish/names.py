@@ -22,6 +22,7 @@ __all__ = [
     "epoch_claim",
     "epoch_of_claim",
     "identity_of",
+    "is_baseline",
     "parse_identity",
     "prefix_of",
 ]
@@ -76,3 +77,8 @@ def parse_identity(run: str, identity: str) -> Name | None:
         return None
     epoch, version, suffix = found.groups()
     return Name(epoch=int(epoch or 1), version=int(version), suffix=suffix or "")
+
+
+def is_baseline(identity: str) -> bool:
+    """Return whether ``identity`` is the version 0 of a run, whichever it is."""
+    return re.fullmatch(r".+-v0{6,18}(?:-[a-z0-9]+)?", identity) is not None

@@ -1,0 +1,145 @@
+"""``cwtrain hotload gc``, ``chain`` and ``resume-info``: what lies in a deployment's bucket, and what of it is used."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._options import TEXT, deployment_option
+from cwtrain.cli._output import is_terminal
+
+if TYPE_CHECKING:
+    from cwtrain.hotload.retention import Doomed
+    from cwtrain.infra import InferenceClient
+    from cwtrain.models.service import HotLoad
+
+__all__ = ["chain", "gc", "resume_info"]
+
+
+@click.command(cls=Command, example="cwtrain hotload gc --deployment 2f3c... --keep 20")
+@deployment_option(help="A deployment with the bucket and prefix to look at.")
+@click.option(
+    "--keep", type=click.IntRange(min=0), required=True, metavar="N", help="How many COMPLETED ones each keeps."
+)
+@click.option("--yes", is_flag=True, help="Remove what is listed. Needs s3:DeleteObject.")
+@pass_context
+def gc(ctx: Context, deployment_id: str, keep: int, yes: bool) -> None:
+    """List snapshots that nothing needs, and with --yes remove them.
+
+    Needed is what any deployment with this bucket and prefix serves, the last N that it COMPLETED, each run's baseline,
+    what lies at a deployment's model.path, everything that these stand on, and what may still be on its way. If
+    anything needed cannot be read, nothing is removed.
+    """
+    from cwtrain.hotload.retention import delete_snapshots, plan_retention, sharing
+
+    with ctx.client() as client:
+        loader = ctx.loader(client, deployment_id)
+        store, location = loader.store, loader.location
+        deployments = list(client.list_deployments())
+        hot_loads = {one.id: list(client.list_hot_loads(one.id)) for one in sharing(deployments, location)}
+        hot_loads.setdefault(deployment_id, list(client.list_hot_loads(deployment_id)))
+        plan = plan_retention(
+            store,
+            location,
+            deployments=deployments,
+            hot_loads=hot_loads,
+            keep=keep,
+            now=dt.datetime.now(dt.UTC),
+        )
+        removed = 0
+
+        def told(one: Doomed) -> None:
+            nonlocal removed
+            removed += 1
+            ctx.out.say(f"removed {one.identity} ({removed} of {len(plan.doomed)})")
+
+        if yes:
+            ctx.still_running("what was removed is gone; the same command goes on where this one stopped")
+            delete_snapshots(store, location, plan.doomed, on_deleted=told)
+            ctx.all_done()
+    if plan.doomed and not yes:
+        ctx.out.say(f"{len(plan.doomed)} snapshots, {plan.size_bytes:,} bytes, can be removed: add --yes to do it")
+    ctx.out.data(
+        {
+            "uri": f"s3://{location.bucket}/{location.root}",
+            "keep": keep,
+            "deployments": sorted(hot_loads),
+            "removed": yes,
+            "bytes": plan.size_bytes,
+            "doomed": [_doomed(one) for one in plan.doomed],
+            "live": dict(sorted(plan.live.items())),
+        },
+        ids=[one.identity for one in plan.doomed],
+    )
+
+
+def _doomed(one: Doomed) -> dict[str, Any]:
+    return {
+        "identity": one.identity,
+        "run_id": one.run_id,
+        "bytes": one.size_bytes,
+        "objects": len(one.keys),
+        "whole": one.whole,
+    }
+
+
+@click.command(cls=Command, example="cwtrain hotload chain --deployment 2f3c...")
+@deployment_option()
+@pass_context
+def chain(ctx: Context, deployment_id: str) -> None:
+    """Show the full snapshot and the deltas that a deployment serves.
+
+    Each with its size in the bucket; on a terminal it is drawn, too.
+    """
+    from cwtrain.hotload.served_chain import chain_report, draw_chain
+
+    with ctx.client() as client:
+        loader = ctx.loader(client, deployment_id)
+        report = chain_report(loader.store, loader.location, deployment_id, _hot_loads(client, deployment_id))
+    for warning in report.warnings:
+        ctx.out.say(f"warning: {warning}")
+    if is_terminal():
+        for line in draw_chain(report):
+            ctx.out.say(line)
+    ctx.out.data(report.to_json(), ids=[link.identity for link in report.links])
+
+
+@click.command("resume-info", cls=Command, example="cwtrain hotload resume-info --run grpo-7b")
+@click.option("--run", "run_id", type=TEXT, required=True, help="The run's id (CWTRAIN_HOTLOAD_RUN_ID).")
+@click.option(
+    "--deployment",
+    "deployment_id",
+    type=TEXT,
+    metavar="ID",
+    envvar="CWTRAIN_HOTLOAD_DEPLOYMENT_ID",
+    show_envvar=True,
+    help="Id of the deployment; without it all deployments are looked at.",
+)
+@pass_context
+def resume_info(ctx: Context, run_id: str, deployment_id: str | None) -> None:
+    """Show what is published under a run id, and what comes next when it is started again."""
+    from cwtrain.config.hotload import clean_run_id
+    from cwtrain.hotload import resume
+
+    run = clean_run_id(run_id)
+    with ctx.client() as client:
+        wanted = [deployment_id] if deployment_id else [one.id for one in client.list_deployments() if one.hot_load]
+        found = []
+        for one in wanted:
+            loader = ctx.loader(client, one)
+            info = resume.resume_info(loader.store, loader.location, run, one, _hot_loads(client, one))
+            if info.versions or info.epochs or deployment_id:
+                found.append(info)
+    for info in found:
+        ctx.out.say(f"{info.deployment_id}: {info.advice}")
+    if not found:
+        ctx.out.say(f"no deployment has anything of run {run}")
+    data = [info.to_json() for info in found]
+    ctx.out.data({"run_id": run, "deployments": data}, ids=[one.identity for info in found for one in info.versions])
+
+
+def _hot_loads(client: InferenceClient, deployment_id: str) -> list[HotLoad]:
+    return list(client.list_hot_loads(deployment_id))

@@ -1,0 +1,132 @@
+"""What is published under a run id, and what a publisher that is started again will do: for ``hotload resume-info``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from cwtrain.hotload import chain as chains
+from cwtrain.hotload._publish.epochs import highest_epoch
+from cwtrain.hotload._publish.names import identity_of, parse_identity
+from cwtrain.hotload.streamed import IdentityStanding, identity_standing
+from cwtrain.models.service import HotLoad
+from cwtrain.storage import Location, ObjectStore
+
+__all__ = ["PublishedVersion", "ResumeInfo", "resume_info"]
+
+
+@attrs.frozen(kw_only=True)
+class PublishedVersion:
+    """One identity of the run."""
+
+    identity: str
+    epoch: int
+    version: int
+    standing: IdentityStanding
+    hot_load: str | None
+    """State of its newest hot-load at this deployment; None where there was none."""
+    served: bool
+
+
+@attrs.frozen(kw_only=True)
+class ResumeInfo:
+    """A run at one deployment. ``next_*`` is what a publisher with this run id does when it is started again."""
+
+    run_id: str
+    deployment_id: str
+    uri: str
+    versions: tuple[PublishedVersion, ...]
+    """In the order of epochs and versions."""
+    epochs: int
+    served: str | None
+    """What the deployment serves, of whatever run."""
+    baseline: str
+    baseline_standing: IdentityStanding
+    next_epoch: int
+    next_identity: str
+    next_predecessor: str
+    advice: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return attrs.asdict(self, value_serializer=lambda _, __, value: str(value) if _is_state(value) else value)
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, IdentityStanding)
+
+
+def resume_info(
+    store: ObjectStore, location: Location, run: str, deployment_id: str, hot_loads: Sequence[HotLoad]
+) -> ResumeInfo:
+    """Return what the bucket and ``hot_loads`` (newest first) say of ``run``; nothing is written.
+
+    Raises StorageError naming a refused permission.
+    """
+    names = _identities(store, location, run) | {one.identity for one in hot_loads}
+    newest = {one.identity: one for one in reversed(hot_loads)}
+    served = chains.latest_completed(hot_loads)
+    versions = []
+    for identity in names:
+        parsed = parse_identity(run, identity)
+        if parsed is None:
+            continue
+        hot_load = newest.get(identity)
+        versions.append(
+            PublishedVersion(
+                identity=identity,
+                epoch=parsed.epoch,
+                version=parsed.version,
+                standing=identity_standing(store, location, identity),
+                hot_load=str(hot_load.state) if hot_load is not None else None,
+                served=served is not None and served.identity == identity,
+            )
+        )
+    versions.sort(key=lambda one: (one.epoch, one.version, one.identity))
+    epochs = highest_epoch(store, location, run, hot_loads)
+    baseline = identity_of(run, 1, 0)
+    standing = identity_standing(store, location, baseline)
+    following = epochs + 1
+    return ResumeInfo(
+        run_id=run,
+        deployment_id=deployment_id,
+        uri=f"s3://{location.bucket}/{location.root}",
+        versions=tuple(versions),
+        epochs=epochs,
+        served=served.identity if served is not None else None,
+        baseline=baseline,
+        baseline_standing=standing,
+        next_epoch=following,
+        next_identity=identity_of(run, following, 1),
+        next_predecessor=baseline,
+        advice=_advice(run, baseline, standing, following),
+    )
+
+
+def _identities(store: ObjectStore, location: Location, run: str) -> set[str]:
+    """Return the identities that begin with the run's name and have a claim, a manifest, or objects."""
+    found = set()
+    for folder in (location.claim_key("").removesuffix(".json"), location.manifest_key("").removesuffix(".json")):
+        for one in store.list_objects(f"{folder}{run}"):
+            if one.key.endswith(".json"):
+                found.add(one.key.removeprefix(folder).removesuffix(".json"))
+    for one in store.list_objects(f"{location.root}{run}"):
+        found.add(one.key.removeprefix(location.root).partition("/")[0])
+    return found
+
+
+def _advice(run: str, baseline: str, standing: IdentityStanding, following: int) -> str:
+    if standing is IdentityStanding.PUBLISHED:
+        first = f"{baseline} is published: it is compared and not uploaded again"
+    elif standing is IdentityStanding.FREE:
+        first = f"nothing is published: {baseline} comes first"
+        if following == 1:
+            return f"{first}, then {identity_of(run, 1, 1)} on it"
+    else:
+        first = f"{baseline} is not complete ({standing}): its upload goes on from the same checkpoint"
+    return (
+        f"{first}; set CWTRAIN_HOTLOAD_RUN_ID={run} and start the trainer: epoch {following} begins, and its first "
+        f"delta is {identity_of(run, following, 1)} on {baseline}"
+    )
