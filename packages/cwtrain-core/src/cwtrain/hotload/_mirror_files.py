@@ -129,10 +129,14 @@ class Shard:
             for name, info in self.header.tensors.items()
         ]
 
-    def head(self, changed: Mapping[str, str]) -> bytes:
-        """Return the header with the checksums of ``changed`` replaced: as long as it was."""
+    def metadata(self, changed: Mapping[str, str]) -> dict[str, str]:
+        """Return the header's metadata with the checksums of ``changed`` replaced."""
         metadata = dict(self.header.metadata)
         metadata.update((name, changed[name]) for name in self.header.tensors if name in changed)
+        return metadata
+
+    def head(self, metadata: Mapping[str, str]) -> bytes:
+        """Return the header with this metadata: as long as it was."""
         head = build_header(
             ((name, info.dtype, info.shape, info.size_bytes) for name, info in self.header.tensors.items()), metadata
         )
@@ -140,10 +144,9 @@ class Shard:
             raise MirrorDamagedError(f"{self.header.path}: its header is not one that a mirror writes", hint=REBUILD)
         return head
 
-    def written(self, fd: int, path: str, head: bytes, state: ShardState) -> Shard:
-        """Return the shard as it is in the open file at ``path``, which has the header ``head``."""
+    def written(self, fd: int, path: str, metadata: Mapping[str, str], state: ShardState) -> Shard:
+        """Return the shard as it is in the open file at ``path``, whose header has this metadata."""
         status = os.fstat(fd)
-        metadata = dict(self.header.metadata) if state.head == self.state.head else _metadata(head)
         header = attrs.evolve(
             self.header,
             path=path,
@@ -154,13 +157,6 @@ class Shard:
             device=status.st_dev,
         )
         return Shard(name=self.name, header=header, state=state)
-
-
-def _metadata(head: bytes) -> dict[str, str]:
-    import json
-
-    metadata: dict[str, str] = json.loads(head[8:])["__metadata__"]
-    return metadata
 
 
 def digest(head: bytes) -> str:

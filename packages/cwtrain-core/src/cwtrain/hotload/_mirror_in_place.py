@@ -74,7 +74,7 @@ class InPlaceWriter:
             self._disk.link(path, os.path.join(stage, "delta", os.path.basename(path)))
         self._disk.link(os.path.join(delta.path, INDEX_NAME), os.path.join(stage, "delta", INDEX_NAME))
         for number, shard in enumerate(self._shards):
-            self._put(os.path.join(stage, f"{number}.head"), shard.head({}))
+            self._put(os.path.join(stage, f"{number}.head"), shard.head(shard.header.metadata))
         update = {"schema_version": 1, "serial": serial, "shards": [shard.name for shard in self._shards]}
         self._put(os.path.join(stage, "update.json"), json.dumps(update).encode())
         self._disk.rename(stage, self._layout.pending)
@@ -109,14 +109,15 @@ class InPlaceWriter:
         """Write the headers, sync each shard, and return all as they are then."""
         done: dict[str, Shard] = {}
         for shard, fd in zip(self._shards, self._fds, strict=True):
-            head = shard.head(checksums)
+            metadata = shard.metadata(checksums)
+            head = shard.head(metadata)
             self._disk.write(fd, [head], 0)
             self._disk.fsync(fd)
             spare = shard.state.spare
             if spare is not None:
                 spare = spare | changed.intersection(shard.header.tensors)
             state = ShardState(slot=shard.state.slot, head=digest(head), spare=spare)
-            done[shard.name] = shard.written(fd, shard.header.path, head, state)
+            done[shard.name] = shard.written(fd, shard.header.path, metadata, state)
         return done
 
     def close(self) -> None:

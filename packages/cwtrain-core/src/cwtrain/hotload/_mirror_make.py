@@ -15,7 +15,7 @@ from cwtrain.hotload._mirror_lock import MirrorLock
 from cwtrain.hotload._mirror_state import ShardState, State, save_state
 from cwtrain.snapshots.header import read_header
 
-__all__ = ["delta_checksums", "replacing", "settle"]
+__all__ = ["replacing", "settle"]
 
 
 def settle(disk: Disk, stage: str, version: str) -> None:
@@ -73,13 +73,3 @@ def replacing(target: str, replace: bool) -> Iterator[str]:
         if lock is not None:
             lock.release()
     shutil.rmtree(old, ignore_errors=True)
-
-
-def delta_checksums(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the checksums of a delta that was just written."""
-    checksums: dict[str, str] = {}
-    for name in sorted(os.listdir(path)):
-        if name.endswith(".safetensors"):
-            header = read_header(os.path.join(path, name))
-            checksums.update((tensor, header.metadata[tensor]) for tensor in header.tensors)
-    return checksums

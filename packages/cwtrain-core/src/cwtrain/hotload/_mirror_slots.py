@@ -68,14 +68,15 @@ class SlotWriter:
                     return
                 self._disk.allocate(fd, size)
             begin = end = 0
-            for tensor in shard.tensors():
-                if tensor.name in self._written or (missing is not None and tensor.name not in missing):
+            for name, info in shard.header.tensors.items():
+                if name in self._written or (missing is not None and name not in missing):
                     continue
-                if tensor.offset != end:
+                offset = shard.header.data_start + info.begin
+                if offset != end:
                     if end > begin:
                         self._disk.copy_range(source, fd, begin, end - begin)
-                    begin = tensor.offset
-                end = tensor.offset + tensor.size_bytes
+                    begin = offset
+                end = shard.header.data_start + info.end
             if end > begin:
                 self._disk.copy_range(source, fd, begin, end - begin)
         finally:
@@ -109,14 +110,15 @@ class SlotWriter:
                 state = ShardState(slot=shard.state.slot, head=shard.state.head, spare=frozenset())
                 done[shard.name] = Shard(name=shard.name, header=shard.header, state=state)
                 continue
-            head = shard.head(checksums)
+            metadata = shard.metadata(checksums)
+            head = shard.head(metadata)
             self._disk.write(fd, [head], 0)
             self._disk.fsync(fd)
             whole = all(name in here for name, size in names.items() if size)
             state = ShardState(
                 slot=OTHER[shard.state.slot], head=digest(head), spare=None if whole else frozenset(here)
             )
-            done[shard.name] = shard.written(fd, self._next_path(shard), head, state)
+            done[shard.name] = shard.written(fd, self._next_path(shard), metadata, state)
         for directory in self._entered:  # none, unless somebody removed the empty files that a mirror is made with
             self._disk.fsync_directory(directory)
         return done

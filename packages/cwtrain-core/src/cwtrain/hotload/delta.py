@@ -23,15 +23,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from cwtrain.errors import ChecksumError, ConfigError
-from cwtrain.models.snapshot import INDEX_NAME
+from cwtrain.errors import ConfigError
+from cwtrain.hotload._delta_checks import check_same_tensors, compare, keep, scan_full, versions
 from cwtrain.snapshots._parallel import worker_count
 from cwtrain.snapshots._write import Spill, require_space, staged_directory
 from cwtrain.snapshots.changes import open_delta
-from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, checkpoint_of, open_checkpoint, raise_problems
-from cwtrain.snapshots.identity import version_number
-from cwtrain.snapshots.index import is_delta
-from cwtrain.snapshots.inspect import Inspection, scan
+from cwtrain.snapshots.checkpoint import Checkpoint, checkpoint_of, open_checkpoint
 from cwtrain.snapshots.verify import raise_wrong
 
 if TYPE_CHECKING:
@@ -55,7 +52,6 @@ OnProgress = Callable[[int, int], object]
 
 _SHARD_BYTES = 4 << 30
 _SPILL_BYTES = 16 << 20
-_EXAMPLES = 5
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +75,8 @@ class DeltaStats:
     shards: int
     workers: int
     seconds: float
+    checksums: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    """Adler-32 of the new bytes of each tensor that changed."""
     encoder: str = ""
     """How the frames were made: ``sequences``, or ``public`` where the faster way is not available."""
 
@@ -168,13 +166,13 @@ def write_delta_between(
     from cwtrain.snapshots._encode import encode_delta
 
     started = time.monotonic()
-    numbers = _versions(version, base_version)
+    numbers = versions(version, base_version)
     worker_count(workers, memory_bytes)  # wrong arguments come first
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes!r} is not a positive number of bytes")
     codec = delta_codec()
     old, current = checkpoints()
-    _check_same_tensors(old, current)
+    check_same_tensors(old, current)
     count = worker_count(workers, memory_bytes, work_bytes=current.tensor_bytes)
 
     def encode(files: DeltaFiles, spill: Spill) -> dict[str, EncodedTensor]:
@@ -236,6 +234,7 @@ def _write_delta(
         shards=shards,
         workers=workers,
         seconds=time.monotonic() - started,
+        checksums={name: item.checksum for name, item in changed.items()},
         encoder=encoder,
     )
 
@@ -264,7 +263,7 @@ def convert_delta(
     worker_count(workers, memory_bytes)  # wrong arguments come first
     root = open_checkpoint(base)
     found = open_delta(delta, base=root)
-    numbers = _versions(found.version, found.base_version)
+    numbers = versions(found.version, found.base_version)
     codec = delta_codec()
     tensors = [tensor for name, tensor in root.tensors.items() if name in found.changes]
     count = worker_count(workers, memory_bytes, work_bytes=sum(tensor.size_bytes for tensor in tensors))
@@ -287,62 +286,6 @@ def convert_delta(
         encoder=codec.name,
         started=started,
     )
-
-
-def _versions(version: int | str, base_version: int | str) -> tuple[str, str]:
-    numbers = []
-    for key, value in (("version", version), ("base_version", base_version)):
-        number = version_number(str(value)) if isinstance(value, int | str) and not isinstance(value, bool) else None
-        if number is None:
-            raise ConfigError(f"{key}={value!r} is not a version number", hint="give an integer, 0 or more")
-        numbers.append(number)
-    if numbers[0] <= numbers[1]:
-        raise ConfigError(
-            f"version {numbers[0]} is not above base_version {numbers[1]}", hint="number versions upwards"
-        )
-    return f"{numbers[0]:06d}", f"{numbers[1]:06d}"
-
-
-def _check_same_tensors(old: Checkpoint, new: Checkpoint) -> None:
-    """Refuse two checkpoints that are not the same model: a tensor that comes or goes is never 'unchanged'."""
-    problems, hints = [], []
-    gone = [name for name in old.tensors if name not in new.tensors]
-    come = [name for name in new.tensors if name not in old.tensors]
-    for names, here, there in ((gone, old, new), (come, new, old)):
-        if names:
-            problems.append(
-                f"{_list(names)} {'is' if len(names) == 1 else 'are'} in {here.path}, but not in {there.path}"
-            )
-    if problems:
-        hints.append("a delta needs the same tensors on both sides")
-    if any("lm_head" in name or "embed" in name for name in (*gone, *come)):
-        hints.append(
-            "with tied embeddings (tie_word_embeddings) one side may store lm_head.weight and the other not: write the "
-            "one that has more with write_full_snapshot(names=...) of the other's names, and start from that"
-        )
-    differing = []
-    for name, tensor in new.tensors.items():
-        other = old.tensors.get(name)
-        if other is not None and (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
-            differing.append(
-                f"tensor {name!r} is {other.dtype} {list(other.shape)} in {old.path}, "
-                f"but {tensor.dtype} {list(tensor.shape)} in {new.path}"
-            )
-    problems += differing[:_EXAMPLES]
-    if len(differing) > _EXAMPLES:
-        problems.append(f"{len(differing) - _EXAMPLES} more tensors differ in dtype or shape")
-    if differing:
-        hints.append(
-            "the base must be byte for byte what the deployment has: export the new one in its dtypes and shapes"
-        )
-    raise_problems(f"{old.path} and {new.path}", problems, hint="; ".join(hints) or None)
-
-
-def _list(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:_EXAMPLES]))
-    if len(names) == 1:
-        return f"tensor {shown}"
-    return f"{len(names)} tensors ({shown}{', ...' if len(names) > _EXAMPLES else ''})"
 
 
 def checkpoint_checksums(
@@ -382,14 +325,14 @@ def write_full_snapshot(
     from cwtrain.snapshots._full import write_full
 
     worker_count(workers, memory_bytes)  # wrong arguments come first
-    found = _scan_full(src)
+    found = scan_full(src)
     assert found.shards is not None
-    kept = _keep(checkpoint_of(found.shards), names, checksums)
+    kept = keep(checkpoint_of(found.shards), names, checksums)
     count = worker_count(workers, memory_bytes, work_bytes=sum(tensor.size_bytes for tensor in kept.values()))
 
     def accept(swept: Swept) -> None:
         if checksums is not None:
-            _compare(found.path, swept.checksums, checksums)
+            compare(found.path, swept.checksums, checksums)
 
     out = os.path.abspath(os.fspath(dest))
     with staged_directory(out) as stage:
@@ -420,7 +363,7 @@ def apply_delta(
 
     started = time.monotonic()
     worker_count(workers, memory_bytes)  # wrong arguments come first
-    found = _scan_full(base)
+    found = scan_full(base)
     assert found.shards is not None
     root = checkpoint_of(found.shards)
     count = worker_count(workers, memory_bytes, work_bytes=root.tensor_bytes)
@@ -429,7 +372,7 @@ def apply_delta(
     def accept(swept: Swept) -> None:
         raise_wrong(change.path, swept.wrong, base=root.path)
         recorded = {name: value for name, value in found.checksums.items() if name not in change.changes}
-        _compare(root.path, swept.checksums, recorded)
+        compare(root.path, swept.checksums, recorded)
 
     path = os.path.abspath(os.fspath(out))
     with staged_directory(path) as stage:
@@ -446,46 +389,3 @@ def apply_delta(
         workers=count,
         seconds=time.monotonic() - started,
     )
-
-
-def _scan_full(path: str | os.PathLike[str]) -> Inspection:
-    """Return the inspection of a full checkpoint; SnapshotLayoutError if it is something else."""
-    source = os.path.abspath(os.fspath(path))
-    found = scan(source, previous_identity=source, allow_empty_delta=True)
-    assert found.index is not None  # scan() raised otherwise
-    if is_delta(found.index):
-        raise_problems(source, [f"{INDEX_NAME}: this is a delta; a full snapshot is written from a full checkpoint"])
-    return found
-
-
-def _compare(place: str, found: Mapping[str, str], recorded: Mapping[str, str]) -> None:
-    """Raise ChecksumError that names all tensors whose bytes do not have the recorded checksum."""
-    wrong = [name for name, value in found.items() if recorded.get(name, value) != value]
-    if not wrong:
-        return
-    lines = [
-        f"tensor {name!r} has the Adler-32 {found[name]}, expected is {recorded[name]}" for name in wrong[:_EXAMPLES]
-    ]
-    if len(wrong) > _EXAMPLES:
-        lines.append(f"and {len(wrong) - _EXAMPLES} more tensors")
-    raise ChecksumError(
-        f"{place}: {lines[0]}" if len(lines) == 1 else f"{place}:" + "".join(f"\n  - {line}" for line in lines),
-        tensor=wrong[0],
-        hint="the file is damaged, or the checksums are of another version",
-    )
-
-
-def _keep(
-    checkpoint: Checkpoint, names: Iterable[str] | None, checksums: Mapping[str, str] | None
-) -> dict[str, Tensor]:
-    kept = dict(checkpoint.tensors)
-    if names is not None:
-        wanted = set(names)
-        if unknown := sorted(wanted - kept.keys()):
-            raise ConfigError(f"names= has {_list(unknown)}, which {checkpoint.path} does not have")
-        if not wanted:
-            raise ConfigError("names= is empty", hint="name the tensors to keep, or leave names= out to keep all")
-        kept = {name: tensor for name, tensor in kept.items() if name in wanted}
-    if checksums is not None and (missing := [name for name in kept if name not in checksums]):
-        raise ConfigError(f"checksums= has none for {_list(missing)}", hint="give all, or none: then they are computed")
-    return kept

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
+    from cwtrain.snapshots._report import local_snapshot_to_json
     from cwtrain.snapshots.checkpoint import Checkpoint, open_checkpoint
     from cwtrain.snapshots.header import Header, TensorInfo, read_header
     from cwtrain.snapshots.identity import check_identity, check_previous_identity, identity_for_version
     from cwtrain.snapshots.index import files_for_upload, index_for_upload
-    from cwtrain.snapshots.inspect import inspect_snapshot, local_snapshot_to_json
+    from cwtrain.snapshots.inspect import inspect_snapshot
     from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes, parse_manifest
     from cwtrain.snapshots.verify import decode_delta
 
@@ -62,7 +63,7 @@ _HOMES = {
     "files_for_upload": "cwtrain.snapshots.index",
     "index_for_upload": "cwtrain.snapshots.index",
     "inspect_snapshot": "cwtrain.snapshots.inspect",
-    "local_snapshot_to_json": "cwtrain.snapshots.inspect",
+    "local_snapshot_to_json": "cwtrain.snapshots._report",
     "build_manifest": "cwtrain.snapshots.manifest",
     "manifest_to_bytes": "cwtrain.snapshots.manifest",
     "parse_manifest": "cwtrain.snapshots.manifest",
