@@ -20,35 +20,113 @@ KEY = "sk-very-secret-0123456789"
 def test_from_env_takes_every_setting(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\r\n")
-    config = RolloutConfig.from_env(
-        REQUIRED
-        | {
-            "CWTRAIN_ROLLOUT_API_KEY_FILE": str(file),
-            "CWTRAIN_ROLLOUT_CONCURRENCY": "12",
-            "CWTRAIN_ROLLOUT_TIMEOUT": "5",
-            "CWTRAIN_ROLLOUT_DEADLINE": "6.5",
-            "CWTRAIN_ROLLOUT_MAX_ATTEMPTS": "3",
-            "CWTRAIN_ROLLOUT_LOGPROBS": "0",
-            "CWTRAIN_ROLLOUT_LOGPROBS_MODE": "Raw",
-            "CWTRAIN_ROLLOUT_SEEDS": "no",
-            "CWTRAIN_ROLLOUT_TRUST_ENV": "1",
-        }
-    )
+    given = {
+        "API_KEY_FILE": str(file),
+        "CONCURRENCY": "12",
+        "CONCURRENCY_MAX": "99",
+        "REPLICAS": "3",
+        "TIMEOUT": "5",
+        "IDLE_TIMEOUT": "7",
+        "DEADLINE": "6.5",
+        "MAX_ATTEMPTS": "3",
+        "CONTEXT_LENGTH": "4096",
+        "LOGPROBS": "0",
+        "LOGPROBS_MODE": "Raw",
+        "TOKEN_IDS": "no",
+        "TOKEN_ID_PROMPTS": "1",
+        "TEXT_FALLBACK": "yes",
+        "GROUP_REQUESTS": "0",
+        "ROUTED_EXPERTS": "0",
+        "SEEDS": "no",
+        "TRUST_ENV": "1",
+        "ON_FAILURE": "Drop",
+        "POLL": "0.5",
+        "DEPLOYMENT_ID": " d-1 ",
+        "RECORD": "rollouts.jsonl",
+    }
+    config = RolloutConfig.from_env(REQUIRED | {f"{PREFIX}{name}": value for name, value in given.items()})
     assert attrs.asdict(config) == {
         "base_url": "http://frontend:8000/v1",
         "model": "policy",
         "api_key": None,
         "api_key_file": str(file),
         "concurrency": 12,
+        "concurrency_max": 99,
+        "replicas": 3,
         "timeout": 5.0,
+        "idle_timeout": 7.0,
         "deadline": 6.5,
         "max_attempts": 3,
+        "context_length": 4096,
         "logprobs": False,
         "logprobs_mode": "raw",
+        "token_ids": False,
+        "token_id_prompts": True,
+        "text_fallback": True,
+        "group_requests": False,
+        "routed_experts": False,
         "seeds": False,
         "trust_env": True,
+        "on_failure": "drop",
+        "poll": 0.5,
+        "deployment_id": "d-1",
+        "served_identity_file": None,
+        "record": "rollouts.jsonl",
     }
     assert config.current_api_key() == KEY
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    config = RolloutConfig.from_env(REQUIRED)
+    assert (config.concurrency, config.fixed_concurrency) == ("auto", None)
+    assert (config.timeout, config.idle_timeout, config.deadline, config.max_attempts, config.poll) == (
+        3600,
+        600,
+        1800,
+        8,
+        5,
+    )
+    assert config.on_failure == "raise"
+    assert config.logprobs
+    assert config.token_ids
+    assert config.token_id_prompts
+    assert config.group_requests
+    assert config.seeds
+    assert not (config.text_fallback or config.routed_experts or config.trust_env)
+
+
+def test_the_deployment_of_hot_loads_is_the_one_whose_versions_are_known() -> None:
+    assert RolloutConfig.from_env(REQUIRED | {"CWTRAIN_HOTLOAD_DEPLOYMENT_ID": "d-2"}).deployment_id == "d-2"
+
+
+class TrainerArgs:
+    use_tis = True
+    use_rollout_routing_replay = True
+    rollout_max_context_len = 8192
+
+
+def test_a_trainer_s_flags_turn_on_what_they_need() -> None:
+    config = RolloutConfig.for_trainer(TrainerArgs(), environ=REQUIRED)
+    assert config.routed_experts
+    assert config.context_length == 8192
+    assert RolloutConfig.for_trainer(None, environ=REQUIRED) == RolloutConfig.from_env(REQUIRED)
+    with pytest.raises(ConfigError, match="--use-tis") as caught:
+        RolloutConfig.for_trainer(
+            TrainerArgs(), environ=REQUIRED | {"CWTRAIN_ROLLOUT_LOGPROBS": "0", "CWTRAIN_ROLLOUT_TOKEN_IDS": "0"}
+        )
+    assert len(caught.value.problems) == 2
+
+
+def test_settings_that_contradict_each_other_are_refused_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig.from_env(
+            REQUIRED,
+            token_ids=False,
+            routed_experts=True,
+            deployment_id="d",
+            served_identity_file="f",
+        )
+    assert len(caught.value.problems) == 3
 
 
 def test_arguments_win_over_the_environment() -> None:
@@ -78,7 +156,7 @@ def test_all_problems_come_at_once_and_name_their_variables() -> None:
                 "CWTRAIN_ROLLOUT_MODEL": "  ",
                 "CWTRAIN_ROLLOUT_API_KEY": f"{KEY} and more",
                 "CWTRAIN_ROLLOUT_API_KEY_FILE": "/no/such/file",
-                "CWTRAIN_ROLLOUT_CONCURRENCY": "auto",
+                "CWTRAIN_ROLLOUT_CONCURRENCY": "many",
                 "CWTRAIN_ROLLOUT_TIMEOUT": "nan",
                 "CWTRAIN_ROLLOUT_DEADLINE": "0",
                 "CWTRAIN_ROLLOUT_MAX_ATTEMPTS": "0",
@@ -89,7 +167,21 @@ def test_all_problems_come_at_once_and_name_their_variables() -> None:
     problems = caught.value.problems
     named = [next(name for name in _names() if name in problem) for problem in problems]
     assert len(problems) == 10
-    assert set(named) == {name for name in _names() if not name.endswith(("SEEDS", "TRUST_ENV"))}
+    assert set(named) == {
+        f"{PREFIX}{name}"
+        for name in (
+            "BASE_URL",
+            "MODEL",
+            "API_KEY",
+            "API_KEY_FILE",
+            "CONCURRENCY",
+            "TIMEOUT",
+            "DEADLINE",
+            "MAX_ATTEMPTS",
+            "LOGPROBS",
+            "LOGPROBS_MODE",
+        )
+    }
     assert KEY not in str(caught.value)
     assert KEY not in repr(caught.value)
 
@@ -145,10 +237,10 @@ def test_keys_are_never_shown() -> None:
 
 def test_unknown_variables_are_warned_about_with_the_nearest_name(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "cwtrain.rollout"):
-        RolloutConfig.from_env(REQUIRED | {"CWTRAIN_ROLLOUT_TIMEOUTS": "3", "CWTRAIN_ROLLOUT_ROUTED_EXPERTS": "1"})
+        RolloutConfig.from_env(REQUIRED | {"CWTRAIN_ROLLOUT_TIMEOUTS": "3", "CWTRAIN_ROLLOUT_FLAVOUR": "1"})
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2
-    assert "CWTRAIN_ROLLOUT_ROUTED_EXPERTS is no setting of this version" in texts[0]
+    assert "CWTRAIN_ROLLOUT_FLAVOUR is no setting of this version" in texts[0]
     assert "did you mean CWTRAIN_ROLLOUT_TIMEOUT?" in texts[1]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cwtrain.errors import ConfigError, IntegrationError
+from cwtrain.plugins import get_plugins
 from cwtrain_rollout import (
     Group,
     RolloutAnswerError,
@@ -29,16 +30,23 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 class Sleeps(list[float]):
-    """Pauses that take no time."""
+    """Pauses that take no time, and the clock that they move."""
+
+    now = 1000.0
 
     async def __call__(self, seconds: float) -> None:
         self.append(seconds)
+        self.now += seconds
         await asyncio.sleep(0)
+
+    def clock(self) -> float:
+        return self.now
 
 
 def sampler(server: CompletionsServer, sleeps: Sleeps | None = None, **settings: Any) -> Sampler:
     config = RolloutConfig(base_url=server.url, model="policy", **settings)
-    return Sampler(config, rng=random.Random(1), sleep=sleeps if sleeps is not None else Sleeps())
+    sleeps = Sleeps() if sleeps is None else sleeps
+    return Sampler(config, rng=random.Random(1), sleep=sleeps, clock=sleeps.clock)
 
 
 def tokens(groups: list[Any]) -> list[list[tuple[int, ...]]]:
@@ -71,7 +79,8 @@ def test_one_request_for_each_group_with_every_neutral_value_sent() -> None:
         "stream": False,
         "stop_token_ids": [2],
         "seed": 7,
-        "nvext": {"cache_salt": "hl-1"},
+        "nvext": {"cache_salt": "hl-1", "extra_fields": ["timing"]},
+        "cache_salt": "hl-1",
     }
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
     (group,) = got
@@ -164,7 +173,8 @@ def test_a_connection_that_dies_without_an_answer_costs_time_only() -> None:
         one = sampler(server, max_attempts=1)
         got = one.sample_groups([Group(prompt=[1], n=1, seed=0)], PARAMS)
     assert tokens(got) == [[(100, 0)]]
-    assert (one.totals.transport_errors, one.totals.bad_answers) == (5, 0)
+    # A connection that dies as it is used is tried again at once, another one after a pause.
+    assert (one.totals.transport_errors, one.totals.bad_answers) == (2, 0)
     assert len({headers["x-request-id"] for headers in server.headers}) == 1
 
 
@@ -402,8 +412,6 @@ def test_what_cannot_be_asked_for_is_refused_before_sending() -> None:
 
 
 def test_the_plugin_offers_it_as_the_openai_backend() -> None:
-    from cwtrain_rollout._plugin import cwtrain_register_rollout_backend
-
-    factory = cwtrain_register_rollout_backend()
+    factory = get_plugins().rollout_backend("openai")
     assert (factory.name, factory.distribution) == ("openai", "cwtrain-rollout")
     assert isinstance(factory.create(base_url="http://h", model="m"), Sampler)

@@ -1,97 +1,222 @@
-"""The one place that knows aiohttp: one session for each call of the sampler, and what went wrong in our words."""
+"""The one place that knows aiohttp: a session for each event loop, and what went wrong in our words."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+import datetime as dt
+import email.utils
+import ssl
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 
 import aiohttp
 import attrs
-import msgspec
 
 from cwtrain_rollout.config import RolloutConfig
+from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply
 
-__all__ = ["NoAnswer", "Reply", "Session", "open_session"]
+__all__ = ["HttpTransport"]
 
 _CONNECT_TIMEOUT = 30.0
+_KEEP_ALIVE = 4.0
+"""Idle connections end here first: uvicorn closes them after 5 seconds, just as they may be used again."""
+_READ_BUFFER = 1 << 20
+_QUEUE_HEADERS = ("prefill-queue-duration", "fireworks-prefill-queue-duration")
 
 
-class NoAnswer(Exception):
-    """No whole answer came. ``cut`` is True when it had begun, so that the server did the work."""
+@attrs.frozen
+class _Open:
+    """A session, and the generator whose end closes it: the event loop ends its generators before it closes."""
 
-    def __init__(self, message: str, *, cut: bool = False) -> None:
-        super().__init__(message)
-        self.cut = cut
-
-
-@attrs.frozen(kw_only=True)
-class Reply:
-    """A whole HTTP answer."""
-
-    status: int
-    body: bytes
-    retry_after: float | None = None
-    """Seconds, where the server named them."""
+    session: aiohttp.ClientSession
+    keeper: AsyncGenerator[None, None]
 
 
-@attrs.frozen(kw_only=True)
-class Session:
-    """An open HTTP session to one endpoint."""
+class HttpTransport:
+    """HTTP to one endpoint. May be used from several event loops and threads: each loop has a session of its own.
 
-    client: aiohttp.ClientSession
-    config: RolloutConfig
-
-    async def post(self, body: dict[str, Any], *, request_id: str) -> Reply:
-        """Return the answer to one POST of ``body`` to ``/completions``; raises ``NoAnswer``."""
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        if key := self.config.current_api_key():
-            headers["Authorization"] = f"Bearer {key}"
-        answered = False
-        try:
-            async with self.client.post(
-                f"{self.config.base_url}/completions",
-                data=msgspec.json.encode(body),
-                headers=headers,
-                allow_redirects=False,
-            ) as response:
-                answered = True
-                return Reply(
-                    status=response.status,
-                    body=await response.read(),
-                    retry_after=_seconds(response.headers.get("Retry-After")),
-                )
-        except aiohttp.ServerTimeoutError as exc:  # of the connection alone: no other one is set
-            raise NoAnswer(f"no connection within {_CONNECT_TIMEOUT:g} s") from exc
-        except TimeoutError as exc:
-            raise NoAnswer(f"no answer within {self.config.timeout:g} s", cut=True) from exc
-        except aiohttp.ClientError as exc:
-            what = "the answer was cut short" if answered else "the connection failed"
-            raise NoAnswer(f"{what} ({type(exc).__name__}: {str(exc) or 'no more is known'})", cut=answered) from exc
-
-
-@contextlib.asynccontextmanager
-async def open_session(config: RolloutConfig) -> AsyncIterator[Session]:
-    """Open a session for the running event loop and close it on the way out.
-
-    The pool has no limit of its own: the sampler's window is the limit. Waiting for a slot there never counts against
-    the time of an answer.
+    The pool has no limit of its own: the sampler's window is the limit. So waiting for a slot never counts against the
+    time of an answer. A session lives until its loop is shut down (``asyncio.run`` does that) or ``aclose`` is called.
     """
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=_CONNECT_TIMEOUT)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=config.trust_env) as client:
-        yield Session(client=client, config=config)
-    # Connections close one turn of the loop later; without this turn they would be collected open.
-    await asyncio.sleep(0)
+
+    def __init__(self, config: RolloutConfig, *, path: str = "completions") -> None:
+        self._config = config
+        self._url = f"{config.base_url}/{path}"
+        self._open: dict[asyncio.AbstractEventLoop, _Open] = {}
+        self._lock = threading.Lock()
+
+    async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """Return the answer to one POST; a connection that was dead when it was used is not the end."""
+        session = await self._session()
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout, sock_connect=_CONNECT_TIMEOUT)
+        again = True
+        while True:
+            progress = _Progress()
+            try:
+                with self._in_our_words(progress):
+                    async with session.post(
+                        self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout
+                    ) as response:
+                        progress.answered = True
+                        return _reply(response, await response.read())
+            except _Disconnected as exc:
+                # The server may have closed it as it became idle, and aiohttp repeats no POST by itself. Once: should
+                # the next one die as well, somebody is there who does not want this.
+                if not again:
+                    raise NoAnswer(str(exc)) from exc
+                again = False
+
+    @contextlib.asynccontextmanager
+    async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:
+        """Open a streamed answer; leaving the context closes the connection, which ends the work at the server."""
+        session = await self._session()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT, sock_read=self._config.idle_timeout)
+        progress = _Progress()
+        try:
+            with self._in_our_words(progress):
+                async with session.post(
+                    self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout
+                ) as response:
+                    progress.answered = True
+                    if response.status != 200 or "event-stream" not in response.headers.get("Content-Type", ""):
+                        yield StreamedReply(reply=_reply(response, await response.read()), events=None)
+                        return
+                    events = self._events(response, progress)
+                    yield StreamedReply(reply=None, events=events, queue_seconds=_queued(response))
+        except _Disconnected as exc:
+            raise NoAnswer(str(exc)) from exc
+
+    async def aclose(self) -> None:
+        """Close the running event loop's session; a later request opens another one."""
+        with self._lock:
+            found = self._open.get(asyncio.get_running_loop())
+        if found is not None:
+            await found.keeper.aclose()
+
+    async def _events(self, response: aiohttp.ClientResponse, progress: _Progress) -> AsyncIterator[bytes]:
+        with self._in_our_words(progress):
+            async for line in response.content:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield data
+        raise NoAnswer("the stream ended without its last event", cut=True)
+
+    async def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._open.get(loop)
+            closed = [other for other in self._open if other.is_closed()]
+            orphans = [self._open.pop(other) for other in closed]
+        for orphan in orphans:
+            _discard(orphan.session)
+        if found is not None and not found.session.closed:
+            return found.session
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE, ttl_dns_cache=60),
+            trust_env=self._config.trust_env,
+            # Bodies are mostly digits of high entropy: inflating them costs more than reading them.
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            read_bufsize=_READ_BUFFER,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        keeper = self._keep(loop, session)
+        with self._lock:
+            self._open[loop] = _Open(session, keeper)
+        await anext(keeper)
+        return session
+
+    async def _keep(
+        self, loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession
+    ) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.pop(loop, None)
+            await session.close()
+            # Connections close one turn of the loop later; without this turn they would be collected open.
+            await asyncio.sleep(0)
+
+    @contextlib.contextmanager
+    def _in_our_words(self, progress: _Progress) -> Iterator[None]:
+        """Turn what aiohttp raises into ``NoAnswer``, or ``_Disconnected`` before the first byte of an answer."""
+        config = self._config
+        try:
+            yield
+        except (aiohttp.ConnectionTimeoutError, aiohttp.ServerTimeoutError) as exc:
+            if progress.answered or isinstance(exc, aiohttp.SocketTimeoutError):
+                raise NoAnswer(f"no byte within {config.idle_timeout:g} s", cut=True) from exc
+            raise NoAnswer(f"no connection within {_CONNECT_TIMEOUT:g} s{self._proxied}") from exc
+        except TimeoutError as exc:
+            raise NoAnswer(f"no answer within {config.timeout:g} s", cut=True) from exc
+        except (aiohttp.ClientError, ssl.SSLError) as exc:
+            words = config.without_key(f"{type(exc).__name__}: {str(exc) or 'no more is known'}")
+            if progress.answered:
+                raise NoAnswer(f"the answer was cut short ({words})", cut=True) from exc
+            failed = f"the connection failed ({words}){self._proxied}"
+            if isinstance(exc, aiohttp.ServerDisconnectedError) or (
+                isinstance(exc, aiohttp.ClientOSError) and not isinstance(exc, aiohttp.ClientConnectorError)
+            ):
+                raise _Disconnected(failed) from exc
+            raise NoAnswer(failed) from exc
+
+    @property
+    def _proxied(self) -> str:
+        return " (TRUST_ENV=1: a proxy of the environment may be in between)" if self._config.trust_env else ""
 
 
-def _seconds(value: str | None) -> float | None:
-    """Return a ``Retry-After`` in seconds; dates and nonsense are no number and give None."""
+@attrs.define
+class _Progress:
+    answered: bool = False
+
+
+class _Disconnected(Exception):
+    """The connection ended before any byte of an answer."""
+
+
+def _discard(session: aiohttp.ClientSession) -> None:
+    """Let go of a session whose event loop was closed without a word; there is nobody left to close it properly."""
+    connector = session.connector
+    session.detach()
+    if connector is not None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            connector.close()
+
+
+def _reply(response: aiohttp.ClientResponse, body: bytes) -> Reply:
+    return Reply(
+        status=response.status,
+        body=body,
+        retry_after=retry_after(response.headers.get("Retry-After")) if response.status >= 400 else None,
+        queue_seconds=_queued(response),
+    )
+
+
+def _queued(response: aiohttp.ClientResponse) -> float | None:
+    for name in _QUEUE_HEADERS:
+        if (value := response.headers.get(name)) is not None:
+            try:
+                return max(0.0, float(value))
+            except ValueError:
+                return None
+    return None
+
+
+def retry_after(value: str | None) -> float | None:
+    """Return a ``Retry-After`` in seconds, from a number or an HTTP date; nonsense gives None."""
     if value is None:
         return None
     try:
         seconds = float(value)
     except ValueError:
-        return None
+        try:
+            when = email.utils.parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        if when.tzinfo is None:
+            when = when.replace(tzinfo=dt.UTC)
+        return max(0.0, (when - dt.datetime.now(dt.UTC)).total_seconds())
     return seconds if 0 <= seconds < float("inf") else None

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
@@ -20,6 +21,13 @@ __all__ = ["RolloutConfig"]
 log = logging.getLogger("cwtrain.rollout")
 
 PREFIX = "CWTRAIN_ROLLOUT_"
+_KEYS: dict[str, tuple[tuple[int, int, int], str | None]] = {}
+"""What key files held when they were last read, and how they looked then."""
+_LOGPROB_READERS = ("use_tis", "use_rollout_logprobs", "get_mismatch_metrics")
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _base_url(value: str) -> str:
@@ -47,14 +55,36 @@ def _model(value: str) -> str:
     return text
 
 
-def _concurrency(value: object) -> int:
+def _concurrency(value: object) -> int | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
-        raise ConfigError("must be a whole number: this version has a fixed window, it cannot find one by itself")
+        return "auto"
+    try:
+        return whole_number(1)(value)
+    except ConfigError as exc:
+        raise ConfigError("must be auto or a whole number of at least 1") from exc
+
+
+def _failure(value: str) -> str:
+    text = value.strip().lower()
+    if text not in ("raise", "requeue", "drop"):
+        raise ConfigError("must be raise, requeue or drop")
+    return text
+
+
+def _path(value: str | os.PathLike[str] | None) -> str | None:
+    return None if value is None else os.fspath(value)
+
+
+def _word(value: str | None) -> str | None:
+    return None if value is None else value.strip()
+
+
+def _count(value: object) -> int:
     return whole_number(1)(value)
 
 
-def _attempts(value: object) -> int:
-    return whole_number(1)(value)
+def _count_or_none(value: object) -> int | None:
+    return None if value is None else whole_number(1)(value)
 
 
 def _mode(value: str) -> str:
@@ -105,15 +135,33 @@ class RolloutConfig:
         converter=_key_file,
         metadata=env(f"{PREFIX}API_KEY_FILE", help="file with the key, read for every request, so it may be rotated"),
     )
-    concurrency: int = attrs.field(
-        default=64,
+    concurrency: int | str = attrs.field(
+        default="auto",
         converter=_concurrency,
-        metadata=env(f"{PREFIX}CONCURRENCY", help="choices in flight; a request for n choices counts n"),
+        metadata=env(
+            f"{PREFIX}CONCURRENCY",
+            help="choices in flight; a request for n choices counts n; auto: found by itself",
+        ),
+    )
+    concurrency_max: int = attrs.field(
+        default=256,
+        converter=_count,
+        metadata=env(f"{PREFIX}CONCURRENCY_MAX", help="choices in flight for each replica at most, where auto"),
+    )
+    replicas: int = attrs.field(
+        default=1,
+        converter=_count,
+        metadata=env(f"{PREFIX}REPLICAS", help="replicas behind the endpoint: bounds of auto are for each"),
     )
     timeout: float = attrs.field(
         default=3600.0,
         converter=positive_seconds,
         metadata=env(f"{PREFIX}TIMEOUT", help="seconds for one answer"),
+    )
+    idle_timeout: float = attrs.field(
+        default=600.0,
+        converter=positive_seconds,
+        metadata=env(f"{PREFIX}IDLE_TIMEOUT", help="seconds without a byte of a streamed answer"),
     )
     deadline: float = attrs.field(
         default=1800.0,
@@ -122,8 +170,16 @@ class RolloutConfig:
     )
     max_attempts: int = attrs.field(
         default=8,
-        converter=_attempts,
-        metadata=env(f"{PREFIX}MAX_ATTEMPTS", help="bad answers of one group until it fails"),
+        converter=_count,
+        metadata=env(f"{PREFIX}MAX_ATTEMPTS", help="bad answers to one request until its group fails"),
+    )
+    context_length: int | None = attrs.field(
+        default=None,
+        converter=_count_or_none,
+        metadata=env(
+            f"{PREFIX}CONTEXT_LENGTH",
+            help="tokens of prompt and answer together; learned from a refusal where unset",
+        ),
     )
     logprobs: bool = attrs.field(
         default=True,
@@ -135,6 +191,38 @@ class RolloutConfig:
         converter=_mode,
         metadata=env(f"{PREFIX}LOGPROBS_MODE", help="what the server reports: processed, raw, or auto to find out"),
     )
+    token_ids: bool = attrs.field(
+        default=True,
+        converter=boolean,
+        metadata=env(
+            f"{PREFIX}TOKEN_IDS",
+            help="1: answers without token ids are an error; 0: text is tokenised again",
+        ),
+    )
+    token_id_prompts: bool = attrs.field(
+        default=True,
+        converter=boolean,
+        metadata=env(
+            f"{PREFIX}TOKEN_ID_PROMPTS", help="1: prompts are sent as token ids; 0: as the text that a group brings"
+        ),
+    )
+    text_fallback: bool = attrs.field(
+        default=False,
+        converter=boolean,
+        metadata=env(f"{PREFIX}TEXT_FALLBACK", help="1: a prompt whose token ids are refused is sent as its text"),
+    )
+    group_requests: bool = attrs.field(
+        default=True,
+        converter=boolean,
+        metadata=env(
+            f"{PREFIX}GROUP_REQUESTS", help="1: a group of fresh, equal prompts is one request; 0: one for each sample"
+        ),
+    )
+    routed_experts: bool = attrs.field(
+        default=False,
+        converter=boolean,
+        metadata=env(f"{PREFIX}ROUTED_EXPERTS", help="1: samples bring the experts that each token was routed to"),
+    )
     seeds: bool = attrs.field(
         default=True,
         converter=boolean,
@@ -145,12 +233,54 @@ class RolloutConfig:
         converter=boolean,
         metadata=env(f"{PREFIX}TRUST_ENV", help="1: proxies of the environment are used"),
     )
+    on_failure: str = attrs.field(
+        default="raise",
+        converter=_failure,
+        metadata=env(
+            f"{PREFIX}ON_FAILURE",
+            help="what a failed group does: raise, requeue (once more at the end), drop",
+        ),
+    )
+    poll: float = attrs.field(
+        default=5.0,
+        converter=positive_seconds,
+        metadata=env(f"{PREFIX}POLL", help="seconds between two reads of what is served"),
+    )
+    deployment_id: str | None = attrs.field(
+        default=None,
+        converter=_word,
+        metadata=env(
+            f"{PREFIX}DEPLOYMENT_ID",
+            "CWTRAIN_HOTLOAD_DEPLOYMENT_ID",
+            help="deployment whose hot-loads are the weight versions; its API token is read as usual",
+        ),
+    )
+    served_identity_file: str | None = attrs.field(
+        default=None,
+        converter=_path,
+        metadata=env(
+            f"{PREFIX}SERVED_IDENTITY_FILE",
+            help="file that names what is served, for endpoints without that API",
+        ),
+    )
+    record: str | None = attrs.field(
+        default=None,
+        converter=_path,
+        metadata=env(f"{PREFIX}RECORD", help="file that every request and answer is appended to, without secrets"),
+    )
 
     def __attrs_post_init__(self) -> None:
+        problems = []
         if self.api_key and self.api_key_file:
-            raise ConfigError(
-                f"{PREFIX}API_KEY and {PREFIX}API_KEY_FILE are both set", hint="unset one of them: a key has one source"
-            )
+            problems.append(f"{PREFIX}API_KEY and {PREFIX}API_KEY_FILE are both set: a key has one source")
+        if self.deployment_id and self.served_identity_file:
+            problems.append(f"{PREFIX}SERVED_IDENTITY_FILE is for endpoints without a deployment, and one is named")
+        if not self.token_ids and self.logprobs:
+            problems.append(f"{PREFIX}TOKEN_IDS=0 needs {PREFIX}LOGPROBS=0: tokens made from text have no log-probs")
+        if self.routed_experts and not (self.token_ids and self.token_id_prompts):
+            problems.append(f"{PREFIX}ROUTED_EXPERTS=1 needs token ids both ways: routes line up with nothing else")
+        if problems:
+            raise ConfigError("; ".join(problems), problems=problems, hint="unset one of the two settings")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> RolloutConfig:
@@ -171,12 +301,53 @@ class RolloutConfig:
                 )
         return load(cls, environ, overrides)
 
+    @classmethod
+    def for_trainer(
+        cls, args: object, *, environ: Mapping[str, str] | None = None, **overrides: object
+    ) -> RolloutConfig:
+        """Return the configuration for a trainer's arguments: an object with its flags as attributes, or None.
+
+        A trainer that reads every sample's log-probs (``use_tis``, ``use_rollout_logprobs``, ``get_mismatch_metrics``)
+        needs LOGPROBS=1, one that replays routes (``use_rollout_routing_replay``) gets ROUTED_EXPERTS=1; the settings
+        may not say otherwise. ``rollout_max_context_len`` is the context length where no setting gives one. Raises
+        ``ConfigError`` with every problem.
+        """
+        config = cls.from_env(environ, **overrides)
+        readers = [flag for flag in _LOGPROB_READERS if getattr(args, flag, False)]
+        problems = []
+        if readers and not config.logprobs:
+            problems.append(f"{PREFIX}LOGPROBS=0, and the trainer reads log-probs: {_flags(readers)}")
+        if not config.token_ids and (readers or getattr(args, "use_rollout_routing_replay", False)):
+            problems.append(f"{PREFIX}TOKEN_IDS=0: tokens made from text have no log-probs and no routes")
+        if problems:
+            raise ConfigError("; ".join(problems), problems=problems, hint="unset these variables")
+        changes: dict[str, Any] = {}
+        if getattr(args, "use_rollout_routing_replay", False):
+            changes["routed_experts"] = True
+        longest = getattr(args, "rollout_max_context_len", None)
+        if config.context_length is None and isinstance(longest, int) and longest > 0:
+            changes["context_length"] = longest
+        return attrs.evolve(config, **changes) if changes else config
+
+    @property
+    def fixed_concurrency(self) -> int | None:
+        """The number of choices in flight, or None where the window follows the server."""
+        return self.concurrency if isinstance(self.concurrency, int) else None
+
     def current_api_key(self) -> str | None:
-        """Return the key to send now: from the file where there is one, so that a rotated key works."""
+        """Return the key to send now: from the file where there is one, read again when that changed."""
         if self.api_key_file is None:
             return self.api_key
         try:
-            return _read_key(self.api_key_file)
+            found = os.stat(self.api_key_file)
+            mark = (found.st_mtime_ns, found.st_size, found.st_ino)
+            known = _KEYS.get(self.api_key_file)
+            if known is None or known[0] != mark:
+                known = _KEYS[self.api_key_file] = (mark, _read_key(self.api_key_file))
+            return known[1]
+        except OSError as exc:
+            why = f"cannot be read: {exc.strerror or type(exc).__name__}"
+            raise ConfigError(f"{PREFIX}API_KEY_FILE={self.api_key_file!r} {why}", hint="check path and mode") from exc
         except ConfigError as exc:
             raise ConfigError(f"{PREFIX}API_KEY_FILE={self.api_key_file!r} {exc}", hint=exc.hint) from exc
 

@@ -4,7 +4,8 @@
     └── RolloutError                 an endpoint did not give what a training sample needs
         ├── RolloutRequestError      it refused a request for good: status, answer, request_id
         ├── RolloutAnswerError       it answers, but never what was asked for: a setting is wrong
-        └── RolloutExhaustedError    every attempt, or all the time for retries, was used up
+        ├── RolloutExhaustedError    every attempt, or all the time for retries, was used up
+        └── StaleWeightsError        the version that was asked for is not served, or never alone
 
 The message says what happened and where; ``hint`` says the next step. No message holds the API key.
 """
@@ -13,7 +14,13 @@ from __future__ import annotations
 
 from cwtrain.errors import IntegrationError
 
-__all__ = ["RolloutAnswerError", "RolloutError", "RolloutExhaustedError", "RolloutRequestError"]
+__all__ = [
+    "RolloutAnswerError",
+    "RolloutError",
+    "RolloutExhaustedError",
+    "RolloutRequestError",
+    "StaleWeightsError",
+]
 
 
 class RolloutError(IntegrationError):
@@ -65,3 +72,14 @@ class RolloutExhaustedError(RolloutError):
         self.bad_answers = bad_answers
         self.last = last
         self.request_id = request_id
+
+
+class StaleWeightsError(RolloutError):
+    """The weights that were asked for are not served; ``wanted`` names them, ``served`` what was served last."""
+
+    def __init__(
+        self, message: str, *, wanted: str | None = None, served: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.wanted = wanted
+        self.served = served

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
 from cwtrain.errors import ConfigError
+from cwtrain_rollout.spans import WeightSpan
 
-__all__ = ["Group", "RolloutBackend", "Sample", "SampleStatus", "SampledGroup", "SamplerTotals", "SamplingParams"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = [
+    "Group",
+    "RolloutBackend",
+    "RoutedExperts",
+    "Sample",
+    "SampleStatus",
+    "SampledGroup",
+    "SamplerTotals",
+    "SamplingParams",
+]
 
 _MAX_STOPS = 4
-_SALT_FORBIDDEN = frozenset("@/\\\0")
-_SALT_LENGTH = 128
+SEEDS = 2**62
+"""Seeds are below this."""
 
 
 def _ids(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
+
+
+def _ids_or_none(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _id_lists(values: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+    return None if values is None else tuple(tuple(value) for value in values)
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
@@ -31,7 +53,11 @@ class SampleStatus(StrEnum):
     COMPLETED = "COMPLETED"
     """The model stopped: the stop token is the last of ``token_ids``."""
     TRUNCATED = "TRUNCATED"
-    """It ran into ``max_tokens`` or the end of the context."""
+    """It ran into ``max_tokens`` or the end of the context; without tokens where the prompt left no room."""
+    ABORTED = "ABORTED"
+    """It was ended before the model was done; ``token_ids`` is what there was. Only in partial rollouts."""
+    FAILED = "FAILED"
+    """The endpoint gave it up (``error``, ``content_filter``): not for training."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,8 +74,13 @@ class SamplingParams:
     top_k: int = -1
     """-1: all tokens."""
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    ignore_eos: bool = False
 
     def __attrs_post_init__(self) -> None:
         problems = []
@@ -63,6 +94,18 @@ class SamplingParams:
             problems.append(f"top_k is {self.top_k}: at least 1 is needed, or -1 for all tokens")
         if not 0.0 <= self.min_p <= 1.0:
             problems.append(f"min_p is {self.min_p}: a number from 0 to 1 is needed")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            problems.append(f"repetition_penalty is {self.repetition_penalty}: a number above 0 is needed")
+        problems += [
+            f"{name} is {given}: a number from -2 to 2 is needed"
+            for name, given in (
+                ("presence_penalty", self.presence_penalty),
+                ("frequency_penalty", self.frequency_penalty),
+            )
+            if not -2.0 <= given <= 2.0
+        ]
+        if not 0 <= self.min_tokens <= max(self.max_tokens, 0):
+            problems.append(f"min_tokens is {self.min_tokens}: a number from 0 to max_tokens is needed")
         problems += [
             f"{name} has {len(given)} entries: the service takes at most {_MAX_STOPS}"
             for name, given in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids))
@@ -77,6 +120,13 @@ class SamplingParams:
 
         At temperature 0 the log-probs are those of temperature 1 without filters, which the raw ones are.
         """
+        if (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.min_tokens > 0
+        ):
+            return True
         unfiltered = self.top_p == 1.0 and self.top_k == -1 and self.min_p == 0.0
         return self.temperature != 0.0 and not (unfiltered and self.temperature == 1.0)
 
@@ -86,25 +136,62 @@ class Group:
     """``n`` samples wanted for one prompt of token ids.
 
     With a ``seed`` the same weights give the same samples again; without one a single sample gets a random seed (all
-    replicas start from the same default one) and a larger group none.
+    replicas start from the same default one) and a larger group none. ``seeds`` gives each sample its own. ``prefixes``
+    are the answers so far of partial samples: each goes on behind its own, and ``max_tokens`` counts them.
     """
 
     prompt: tuple[int, ...] = attrs.field(converter=_ids)
     n: int = 1
     seed: int | None = None
+    seeds: tuple[int, ...] | None = attrs.field(default=None, converter=_ids_or_none)
+    prefixes: tuple[tuple[int, ...], ...] | None = attrs.field(default=None, converter=_id_lists)
+    text: str | None = None
+    """The prompt as text, for endpoints that take no token ids (TOKEN_ID_PROMPTS=0, TEXT_FALLBACK=1)."""
+    session: str | None = None
+    """A conversation's name: all its turns go to one replica's prefix cache, where the endpoint knows sessions."""
+    extra: Mapping[str, Any] | None = None
+    """More fields of the request, such as multimodal data; each sample is then a request of its own."""
 
     def __attrs_post_init__(self) -> None:
         problems = []
         if not self.prompt:
             problems.append("the prompt has no token ids")
-        if any(type(token) is not int or token < 0 for token in self.prompt):
+        if not _are_ids(self.prompt):
             problems.append("the prompt holds something else than token ids (whole numbers of at least 0)")
         if self.n < 1:
             problems.append(f"n is {self.n}: at least 1 is needed")
-        if self.seed is not None and not 0 <= self.seed < 2**62:
+        if self.seed is not None and not 0 <= self.seed < SEEDS:
             problems.append(f"seed is {self.seed}: a number from 0 to 2^62 - 1 is needed")
+        if self.seeds is not None:
+            if len(self.seeds) != self.n or not all(0 <= seed < SEEDS for seed in self.seeds):
+                problems.append(f"seeds must be {self.n} numbers from 0 to 2^62 - 1")
+            if self.seed is not None:
+                problems.append("seed and seeds are both given")
+        if self.prefixes is not None and (
+            len(self.prefixes) != self.n or not all(_are_ids(prefix) for prefix in self.prefixes)
+        ):
+            problems.append(f"prefixes must be {self.n} lists of token ids")
         if problems:
             raise ConfigError("A group of samples cannot be asked for: " + "; ".join(problems), problems=problems)
+
+
+def _are_ids(values: tuple[int, ...]) -> bool:
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0)
+
+
+@attrs.frozen(kw_only=True)
+class RoutedExperts:
+    """The experts that each token but the last was routed to: ``[prompt + answer - 1, layers, top_k]``, C order."""
+
+    data: bytes = attrs.field(repr=False)
+    shape: tuple[int, int, int]
+    dtype: str
+
+    def array(self) -> npt.NDArray[np.integer[Any]]:
+        """Return the routes as a numpy array that shares ``data``."""
+        from cwtrain_rollout._routes import as_array
+
+        return as_array(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -124,6 +211,11 @@ class Sample:
     text: str = ""
     request_id: str = ""
     """The ``X-Request-Id`` of the request that gave it."""
+    weights: WeightSpan | None = None
+    """The weight versions that made it, where the sampler knows a deployment (or the answer said so)."""
+    routed_experts: RoutedExperts | None = None
+    retokenised: bool = False
+    """True where ``token_ids`` were made from the text (TOKEN_IDS=0): not for training."""
 
 
 @attrs.frozen(kw_only=True)
@@ -132,6 +224,13 @@ class SampledGroup:
 
     group: Group
     samples: tuple[Sample, ...]
+    place: int = 0
+    """The place of the group among those that were asked for."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every sample ended by itself: none is ABORTED or FAILED."""
+        return all(sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) for sample in self.samples)
 
 
 @attrs.define(kw_only=True)
@@ -151,6 +250,16 @@ class SamplerTotals:
     completion_tokens: int = 0
     floor_logprobs: int = 0
     """Log-probs of -9999 or less, which some engines send in place of minus infinity."""
+    missing_logprobs: int = 0
+    """Samples without usable log-probs, where those are not required."""
+    truncated_prompts: int = 0
+    """Samples without tokens: their prompt fills the context."""
+    failed_samples: int = 0
+    """Samples that the endpoint gave up (``error``, ``content_filter``)."""
+    spanned_samples: int = 0
+    """Samples that more than one weight version may have made."""
+    requeued_groups: int = 0
+    dropped_groups: int = 0
     seconds: float = 0.0
     """Wall time spent inside ``sample``."""
 
@@ -173,46 +282,3 @@ class RolloutBackend(Protocol):
     ) -> list[SampledGroup]:
         """The same for callers without an event loop."""
         ...
-
-
-def check_salt(salt: str | None) -> None:
-    """Refuse a cache salt that the service would not take."""
-    if salt is not None and (not 0 < len(salt) <= _SALT_LENGTH or _SALT_FORBIDDEN & set(salt)):
-        raise ConfigError(
-            f"The cache salt {salt[:140]!r} cannot be used: 1 to {_SALT_LENGTH} characters without @ / \\ and NUL",
-            hint="Use the id of the newest completed hot-load",
-        )
-
-
-def request_body(
-    model: str, group: Group, sampling: SamplingParams, *, n: int, seed: int | None, cache_salt: str | None
-) -> dict[str, Any]:
-    """Return the JSON body of one ``/completions`` request. Neutral values are sent, never left out."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": list(group.prompt),
-        "n": n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logprobs": 0,
-        "return_tokens_as_token_ids": True,
-        "return_token_ids": True,
-        "skip_special_tokens": False,
-        "include_stop_str_in_output": True,
-        "stream": False,
-    }
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        body["stop_token_ids"] = list(sampling.stop_token_ids)
-    if seed is not None:
-        body["seed"] = seed
-    if cache_salt is not None:
-        body["nvext"] = {"cache_salt": cache_salt}
-    return body

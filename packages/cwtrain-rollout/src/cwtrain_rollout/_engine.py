@@ -1,0 +1,186 @@
+"""What all calls of one sampler share: its window, its connection, what it learned about the endpoint, its counts."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import random
+import re
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import attrs
+
+from cwtrain.events import RolloutRetried, RolloutUnavailable, WeightVersionSeen
+from cwtrain_rollout.admission import Admission
+from cwtrain_rollout.config import RolloutConfig
+from cwtrain_rollout.errors import RolloutRequestError
+from cwtrain_rollout.parsing import excerpt
+from cwtrain_rollout.protocol import SEEDS, SamplerTotals
+from cwtrain_rollout.served import ServedWeights
+from cwtrain_rollout.spans import History, Load
+from cwtrain_rollout.transport import Reply, Transport
+
+if TYPE_CHECKING:
+    from cwtrain.plugins import Plugins
+
+__all__ = ["Engine", "Refusal"]
+
+log = logging.getLogger("cwtrain.rollout")
+
+_REFUSALS = frozenset({408, 425, 429, 503})
+"""The server did no work: they cost time, never an attempt."""
+_OVERLOAD = frozenset({429, 503})
+_AFTER_HOT_LOAD = 60.0
+"""Seconds for which a 404 may be a model that is only being swapped."""
+_CONTEXT = re.compile(r"(?:context length is|longer than|max_model_len[^0-9]{0,12}|context window of)\s+(\d+)")
+_SHORT_ANSWERS = 2
+_RETRY_BURST = 30.0
+"""Seconds for which retries are one burst: plugins are told once."""
+
+
+@attrs.frozen(kw_only=True)
+class Refusal:
+    """An answer, or the lack of one, that costs time only."""
+
+    reason: str
+    floor: float = 0.0
+    overload: bool = False
+
+
+@attrs.define(kw_only=True)
+class Engine:
+    """Shared by all calls, event loops and threads of a sampler."""
+
+    config: RolloutConfig
+    name: str
+    transport: Transport
+    admission: Admission
+    served: ServedWeights | None
+    totals: SamplerTotals
+    rng: random.Random
+    clock: Callable[[], float]
+    sleep: Callable[[float], Awaitable[None]]
+    plugins: Plugins | None
+    tokenise: Callable[[str], list[int]] | None
+    mode: str | None = None
+    """Which log-probs the server reports; None until it is known."""
+    context: int | None = None
+    logprobs: int = 0
+    """What ``logprobs`` asks for: only the sampled token's; 1 where the server refuses 0."""
+    text: bool = False
+    split: bool = False
+    """Whether the server answers ``n > 1`` with one choice, so that each choice is asked for by itself."""
+    _short: int = 0
+    _warned: set[str] = attrs.field(factory=set)
+    _seen: set[str] = attrs.field(factory=set)
+    _burst: float = float("-inf")
+
+    def warn_once(self, message: str, *values: object) -> None:
+        """Log a warning the first time."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
+
+    def seed(self) -> int:
+        """Return a random seed: replicas start from the same default one."""
+        return self.rng.randrange(SEEDS)
+
+    def history(self) -> History | None:
+        """Return what is known to be served; None where nobody can say."""
+        return self.served.known if self.served else None
+
+    def salt(self, history: History | None) -> str | None:
+        """Return the id of the newest COMPLETED hot-load: under it no KV of older weights is found."""
+        if history is None:
+            return None
+        return history.served.id if history.served else f"base-{self.config.deployment_id or 'weights'}"
+
+    def quoted(self, body: bytes) -> str:
+        """Return the start of an answer for a message, without the key."""
+        return self.config.without_key(excerpt(body)) or "(an empty answer)"
+
+    def refusal(self, reply: Reply) -> Refusal | None:
+        """Return an answer as a refusal that costs time only; None where it is none."""
+        lately = reply.status == 404 and self.served is not None and self.served.changed_lately(_AFTER_HOT_LOAD)
+        if reply.status not in _REFUSALS and not lately:
+            return None
+        return Refusal(
+            reason=f"HTTP {reply.status}: {self.quoted(reply.body)}",
+            floor=reply.retry_after or 0.0,
+            overload=reply.status in _OVERLOAD,
+        )
+
+    def learn(self, reply: Reply, *, text_given: bool, prompt_tokens: int) -> str | None:
+        """Return what a 400 or 422 teaches: ``logprobs``, ``context`` or ``text``; None when it is final."""
+        if reply.status not in (400, 422):
+            return None
+        words = reply.body.decode("utf-8", "replace")
+        if self.logprobs == 0 and "logprobs" in words and "prompt_logprobs" not in words:
+            self.logprobs = 1
+            log.info("The endpoint refuses logprobs=0: 1 is sent from now on")
+            return "logprobs"
+        found = _CONTEXT.search(words)
+        if found and (self.context is None or int(found[1]) < self.context):
+            self.context = int(found[1])
+            log.info("The endpoint's context length is %d tokens", self.context)
+            return "context"
+        if not self.text and self.config.text_fallback and text_given and "prompt" in words and not found:
+            self.warn_once("The endpoint refuses token-id prompts: they are sent as text (%s)", self.quoted(reply.body))
+            return "text"
+        return None
+
+    def one_choice_instead_of_many(self) -> None:
+        """Note an answer with one choice where more were asked for; the second one ends requests for more."""
+        self._short += 1
+        if self._short >= _SHORT_ANSWERS and not self.split:
+            self.split = True
+            log.warning("The endpoint gives one choice where more are asked for: each is asked for by itself")
+
+    def refused(self, reply: Reply, request_id: str) -> RolloutRequestError:
+        """Return the error of a final refusal."""
+        answer = self.quoted(reply.body)
+        return RolloutRequestError(
+            f"{self.config.base_url}/completions refused a request for {self.config.model!r}: "
+            f"HTTP {reply.status}: {answer}",
+            status=reply.status,
+            answer=answer,
+            request_id=request_id,
+            hint=_HINTS.get(reply.status),
+        )
+
+    # Events ------------------------------------------------------------------------------------------------------
+
+    def notify(self, event: RolloutRetried | RolloutUnavailable | WeightVersionSeen) -> None:
+        """Tell plugins."""
+        if self.plugins is not None:
+            self.plugins.notify(event)
+
+    def retried(self, reason: str, attempt: int, delay: float) -> None:
+        """Note a retry, and tell plugins once in a burst."""
+        self.totals.retries += 1
+        now = self.clock()
+        if self.plugins is not None and now - self._burst >= _RETRY_BURST:
+            self._burst = now
+            self.notify(RolloutRetried(backend=self.name, reason=reason, attempt=attempt, delay=delay))
+
+    def unavailable(self, reason: str) -> None:
+        """Tell that the endpoint refuses everything."""
+        log.warning("%s refuses: one request at a time looks whether it is back (%s)", self.config.base_url, reason)
+        self.notify(RolloutUnavailable(backend=self.name, since=dt.datetime.now(dt.UTC), reason=reason))
+
+    def version_seen(self, load: Load | None) -> None:
+        """Tell of the first sample that one weight version alone made."""
+        if load is not None and load.id not in self._seen:
+            self._seen.add(load.id)
+            now = dt.datetime.now(dt.UTC)
+            self.notify(WeightVersionSeen(backend=self.name, identity=load.identity, first_request_at=now))
+
+
+_HINTS = {
+    400: "The server's words say which field it does not take; a prompt must be shorter than the model's context",
+    401: "Set CWTRAIN_ROLLOUT_API_KEY, or CWTRAIN_ROLLOUT_API_KEY_FILE, to a valid key",
+    403: "The key's roles do not allow inference on this endpoint",
+    404: "Check CWTRAIN_ROLLOUT_BASE_URL (it ends in /v1) and CWTRAIN_ROLLOUT_MODEL (the deployment's model name)",
+    501: "The endpoint has no /completions for this model",
+}

@@ -1,0 +1,87 @@
+"""Streamed answers of one choice: what exists is kept as it comes, so that a cancelled request loses no token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import msgspec
+
+from cwtrain_rollout._answers import Answer, Choice, Logprobs
+from cwtrain_rollout.parsing import BadAnswer, ReadAnswer, Wanted, decode, judge
+from cwtrain_rollout.spans import History
+from cwtrain_rollout.transport import Reply, Transport
+
+__all__ = ["Partial", "read_stream"]
+
+
+@attrs.define(kw_only=True)
+class Partial:
+    """One choice so far."""
+
+    history: History | None = None
+    request_id: str = ""
+    token_ids: list[int] = attrs.field(factory=list)
+    logprobs: list[float] = attrs.field(factory=list)
+    texts: list[str] = attrs.field(factory=list)
+
+    def keep(self, choice: Choice) -> None:
+        """Add one event. Its ids and its log-probs come together, or the event is refused."""
+        ids = choice.token_ids if choice.token_ids is not None else choice.spelled_ids()
+        values = choice.logprobs.token_logprobs if choice.logprobs else None
+        if choice.text:
+            self.texts.append(choice.text)
+        if ids:
+            self.token_ids += ids
+        if values:
+            self.logprobs += values
+
+    @property
+    def aligned(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The tokens and their log-probs; none where they do not line up."""
+        if len(self.logprobs) not in (0, len(self.token_ids)):
+            return (), ()
+        return tuple(self.token_ids), tuple(self.logprobs)
+
+
+async def read_stream(
+    transport: Transport, body: bytes, headers: Mapping[str, str], partial: Partial, wanted: Wanted
+) -> tuple[Reply, ReadAnswer] | Reply:
+    """Return the answer of a streamed request; the whole reply alone where it is no stream.
+
+    ``partial`` has at any time what came so far. Raises ``BadAnswer``, ``UnfitAnswer`` and ``NoAnswer``.
+    """
+    async with transport.stream(body, headers) as streamed:
+        if streamed.reply is not None:
+            return streamed.reply
+        assert streamed.events is not None
+        end: str | None = None
+        last = Answer()
+        async for data in streamed.events:
+            event, faults = decode(data, wanted.quote)
+            if faults and wanted.logprobs:
+                raise BadAnswer(f"an event of the stream: {next(iter(faults.values())).reason}")
+            for choice in event.choices or ():
+                if choice.index not in (0, None):
+                    continue
+                partial.keep(choice)
+                end = choice.finish_reason or end
+            last.usage = event.usage or last.usage
+            last.nvext = event.nvext or last.nvext
+            last.identity, last.identities = event.identity or last.identity, event.identities or last.identities
+        if end is None:
+            raise BadAnswer("the stream ended without a finish_reason")
+        values = tuple(partial.logprobs)
+        last.choices = [
+            Choice(
+                index=0,
+                text="".join(partial.texts),
+                finish_reason=end,
+                token_ids=tuple(partial.token_ids) if partial.token_ids else None,
+                logprobs=Logprobs(token_logprobs=values, tokens=msgspec.Raw(b"")) if values else None,
+            )
+        ]
+        read = judge(last, wanted, {})
+        if streamed.queue_seconds is not None and read.queue_seconds is None:
+            read = attrs.evolve(read, queue_seconds=streamed.queue_seconds)
+        return Reply(status=200, body=b""), read

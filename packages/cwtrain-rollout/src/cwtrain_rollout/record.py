@@ -1,0 +1,181 @@
+"""A record of requests and answers for debugging, one JSON line for each, and its replay in place of an endpoint.
+
+Headers are not recorded, and the key is hidden where an answer repeats it. The file holds prompts and answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cwtrain.errors import ConfigError
+from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply, Transport
+
+__all__ = ["Recorder", "Replay"]
+
+_NOT_COMPARED = ("seed", "cache_salt", "nvext")
+"""Fields of a request that another run has other values of."""
+
+
+class _Line(msgspec.Struct):
+    at: str
+    request_id: str
+    request: dict[str, Any]
+    status: int | None = None
+    retry_after: float | None = None
+    queue_seconds: float | None = None
+    answer: str | None = None
+    events: list[str] | None = None
+    no_answer: str | None = None
+    cut: bool = False
+
+
+class Recorder:
+    """Another transport, with every request and what came of it appended to a file."""
+
+    def __init__(
+        self, inner: Transport, path: str | os.PathLike[str], *, hide: Callable[[str], str] = lambda text: text
+    ) -> None:
+        self._inner, self._path, self._hide = inner, Path(path), hide
+        self._lock = threading.Lock()
+        try:
+            with self._path.open("ab"):
+                pass
+        except OSError as exc:
+            raise ConfigError(
+                f"CWTRAIN_ROLLOUT_RECORD={str(self._path)!r} cannot be written: {exc.strerror}",
+                hint="check path and mode",
+            ) from exc
+
+    async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """Send it on and note what came."""
+        line = self._line(body, headers)
+        try:
+            reply = await self._inner.post(body, headers)
+        except NoAnswer as exc:
+            line.no_answer, line.cut = self._hide(str(exc)), exc.cut
+            raise
+        else:
+            line.status, line.retry_after, line.queue_seconds = reply.status, reply.retry_after, reply.queue_seconds
+            line.answer = self._hide(reply.body.decode("utf-8", "replace"))
+            return reply
+        finally:
+            self._write(line)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:
+        """Send it on and note what came, as far as it was read."""
+        line = self._line(body, headers)
+        events: list[str] = []
+
+        async def noted(inner: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+            async for event in inner:
+                events.append(self._hide(event.decode("utf-8", "replace")))
+                yield event
+
+        try:
+            async with self._inner.stream(body, headers) as streamed:
+                line.status = 200 if streamed.reply is None else streamed.reply.status
+                if streamed.reply is not None:
+                    line.answer = self._hide(streamed.reply.body.decode("utf-8", "replace"))
+                    line.retry_after = streamed.reply.retry_after
+                    yield streamed
+                else:
+                    assert streamed.events is not None
+                    yield StreamedReply(reply=None, events=noted(streamed.events), queue_seconds=streamed.queue_seconds)
+        except NoAnswer as exc:
+            line.no_answer, line.cut = self._hide(str(exc)), exc.cut
+            raise
+        finally:
+            line.events = events or None
+            self._write(line)
+
+    async def aclose(self) -> None:
+        """Close the other transport."""
+        await self._inner.aclose()
+
+    def _line(self, body: bytes, headers: Mapping[str, str]) -> _Line:
+        at = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+        return _Line(at=at, request_id=headers.get("X-Request-Id", ""), request=msgspec.json.decode(body))
+
+    def _write(self, line: _Line) -> None:
+        raw = msgspec.json.encode(line) + b"\n"
+        with self._lock, self._path.open("ab") as file:
+            file.write(raw)
+
+
+class Replay:
+    """A recorded file in place of an endpoint: ``Sampler(config, transport=Replay(path))``.
+
+    A request gets the answers of those recorded ones that asked the same (seeds and salts aside), in their order.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._lines: dict[bytes, deque[_Line]] = {}
+        decoder = msgspec.json.Decoder(_Line)
+        try:
+            with self._path.open("rb") as file:
+                for raw in file:
+                    if raw.strip():
+                        line = decoder.decode(raw)
+                        self._lines.setdefault(_key(line.request), deque()).append(line)
+        except (OSError, msgspec.DecodeError) as exc:
+            raise ConfigError(
+                f"{self._path} cannot be replayed: {exc}", hint="give a file that CWTRAIN_ROLLOUT_RECORD wrote"
+            ) from exc
+
+    async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """Return what came of the next recorded request like this one."""
+        line = self._next(body)
+        return self._reply(line)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:
+        """Return what came of the next recorded request like this one, event by event."""
+        line = self._next(body)
+        if line.events is None:
+            yield StreamedReply(reply=self._reply(line), events=None)
+            return
+
+        async def events() -> AsyncIterator[bytes]:
+            for event in line.events or ():
+                yield event.encode()
+            if line.no_answer is not None:
+                raise NoAnswer(line.no_answer, cut=line.cut)
+
+        yield StreamedReply(reply=None, events=events())
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+    def _next(self, body: bytes) -> _Line:
+        lines = self._lines.get(_key(msgspec.json.decode(body)))
+        if not lines:
+            raise ConfigError(
+                f"{self._path} holds no (further) answer to a request like this one",
+                hint="replay with the configuration, prompts and sampling parameters of the recorded run",
+            )
+        return lines.popleft()
+
+    def _reply(self, line: _Line) -> Reply:
+        if line.status is None:
+            raise NoAnswer(line.no_answer or "recorded without an answer", cut=line.cut)
+        return Reply(
+            status=line.status,
+            body=(line.answer or "").encode(),
+            retry_after=line.retry_after,
+            queue_seconds=line.queue_seconds,
+        )
+
+
+def _key(request: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({name: request[name] for name in sorted(request) if name not in _NOT_COMPARED})
