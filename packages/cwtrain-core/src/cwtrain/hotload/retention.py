@@ -192,8 +192,8 @@ def _roots(
         for identity in done[:keep]:
             yield identity, f"among the last {keep} of {deployment_id}", _Need.WHOLE
     for deployment in deployments:
-        if identity := _at_model_path(location, deployment):
-            yield identity, f"model.path of {deployment.id}", _Need.WHATEVER_IS_THERE
+        if model := _at_model_path(location, deployment):
+            yield model, f"model.path of {deployment.id}", _Need.WHATEVER_IS_THERE
     for identity in found:
         if is_baseline(identity):
             yield identity, "a run's baseline", _Need.WHOLE
