@@ -13,6 +13,7 @@ from cwtrain.errors import ConfigError
 from cwtrain.snapshots._adler import adler32, adler32_hex
 
 ADLER32 = "adler32"
+_HEX = re.compile(r"[0-9a-f]*")
 
 
 class Hasher(Protocol):
@@ -67,7 +68,7 @@ def label_of(algorithm: str) -> str:
 
 def well_formed(algorithm: str, text: str) -> bool:
     """Return whether ``text`` can be such a checksum."""
-    return re.fullmatch(f"[0-9a-f]{{{digits_of(algorithm)}}}", text) is not None
+    return len(text) == digits_of(algorithm) and _HEX.fullmatch(text) is not None
 
 
 def digits_of(algorithm: str) -> int:

@@ -42,6 +42,11 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"has the value {name}, which is not JSON")
 
 
+def may_hold_half_characters(raw: bytes) -> bool:
+    """Return whether a string in the JSON ``raw`` can be one that is not ``encodable``: only an escape spells that."""
+    return b"\\u" in raw
+
+
 def encodable(text: str) -> bool:
     """Return whether ``text`` is real Unicode; JSON can spell halves of a character that no file can hold."""
     try:

@@ -10,7 +10,7 @@ import attrs
 
 from cwtrain.errors import SnapshotLayoutError
 from cwtrain.snapshots._files import RegularFile
-from cwtrain.snapshots._json import MAX_JSON_BYTES, encodable, parse_json
+from cwtrain.snapshots._json import MAX_JSON_BYTES, encodable, may_hold_half_characters, parse_json
 from cwtrain.snapshots._sniff import SNIFF_BYTES, describe_content
 
 __all__ = ["DTYPE_BITS", "Header", "TensorInfo", "build_header", "parse_header", "read_header"]
@@ -83,8 +83,9 @@ def parse_header(file: RegularFile) -> Header:
         raise _refused(
             file, [f"the header {error}; not a safetensors file, or damaged: save or download it again"]
         ) from None
-    metadata = _metadata(value.pop(_METADATA, None), problems)
-    tensors = _tensors(value, problems)
+    halves = may_hold_half_characters(raw)
+    metadata = _metadata(value.pop(_METADATA, None), problems, halves)
+    tensors = _tensors(value, problems, halves)
     if not problems:
         _check_offsets(tensors, data_bytes, problems)
     if problems:
@@ -130,14 +131,17 @@ def _header_bytes(file: RegularFile) -> tuple[bytes, int]:
     raise _refused(file, [problem])
 
 
-def _metadata(value: Any, problems: list[str]) -> dict[str, str]:
+def _metadata(value: Any, problems: list[str], halves: bool) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         problems.append(f"__metadata__ is {_kind(value)}, not an object; rewrite the file with strings only")
         return {}
     wrong = [key for key, text in value.items() if not isinstance(text, str)]
-    wrong += [key for key, text in value.items() if isinstance(text, str) and not (encodable(key) and encodable(text))]
+    if halves:
+        wrong += [
+            key for key, text in value.items() if isinstance(text, str) and not (encodable(key) and encodable(text))
+        ]
     if wrong:
         what = ", ".join(f"{key!r} is {_kind(value[key])}" for key in wrong[:_EXAMPLES])
         problems.append(f"__metadata__ may hold only strings: {what}; no reader opens such a file, rewrite it")
@@ -149,12 +153,12 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _tensors(value: dict[str, Any], problems: list[str]) -> dict[str, TensorInfo]:
+def _tensors(value: dict[str, Any], problems: list[str], halves: bool) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     wrong: list[str] = []
     unknown: dict[str, tuple[int, str]] = {}
     for name, entry in value.items():
-        result = _tensor(name, entry)
+        result = _tensor(name, entry, halves)
         if isinstance(result, TensorInfo):
             result = _check_size(name, result, unknown) or result
         if isinstance(result, TensorInfo):
@@ -167,9 +171,9 @@ def _tensors(value: dict[str, Any], problems: list[str]) -> dict[str, TensorInfo
     return dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
 
 
-def _tensor(name: str, entry: Any) -> TensorInfo | str:
-    """Return the tensor, or what is wrong with it."""
-    if not encodable(name):
+def _tensor(name: str, entry: Any, halves: bool) -> TensorInfo | str:
+    """Return the tensor, or what is wrong with it; ``halves`` says that its name may have half a character."""
+    if halves and not encodable(name):
         return "has half a character in its name"
     if not isinstance(entry, dict):
         return f"is {_kind(entry)}, not an object"

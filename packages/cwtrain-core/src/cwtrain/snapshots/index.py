@@ -9,7 +9,7 @@ from typing import Any
 from cwtrain.errors import SnapshotChainError, SnapshotLayoutError
 from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots._files import RegularFile
-from cwtrain.snapshots._json import MAX_JSON_BYTES, encodable, parse_json
+from cwtrain.snapshots._json import MAX_JSON_BYTES, encodable, may_hold_half_characters, parse_json
 from cwtrain.snapshots.header import Header
 from cwtrain.snapshots.identity import check_identity, check_previous_identity
 
@@ -43,7 +43,7 @@ def read_index(path: str, *, label: str = INDEX_NAME) -> dict[str, Any]:
         index = parse_json(raw)
     except ValueError as error:
         raise _refused([f"{label}: {error}; save or download the checkpoint again"]) from None
-    if problems := [f"{label}: {problem}" for problem in _problems(index)]:
+    if problems := [f"{label}: {problem}" for problem in _problems(index, raw)]:
         raise _refused(problems)
     return {**index, "metadata": index.get("metadata") or {}}
 
@@ -52,19 +52,25 @@ def _refused(problems: list[str]) -> SnapshotLayoutError:
     return SnapshotLayoutError("; ".join(problems), problems=problems)
 
 
-def _problems(index: Any) -> list[str]:
+def _problems(index: Any, raw: bytes) -> list[str]:
     if not isinstance(index, dict):
         return ["is not a JSON object; save or download the checkpoint again"]
     problems = []
     if not isinstance(index.get("metadata"), dict | None):
         problems.append("metadata is not an object; save the checkpoint again")
-    if not encodable(json.dumps(index, ensure_ascii=False)):
+    if may_hold_half_characters(raw) and not encodable(json.dumps(index, ensure_ascii=False)):
         problems.append("has half a character in a name or value; save the checkpoint again")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         problems.append("weight_map is missing" if weight_map is None else "weight_map is not an object")
         return problems
-    wrong = [(name, trouble) for name, shard in weight_map.items() if (trouble := shard_name_trouble(shard))]
+    names = {shard for shard in weight_map.values() if isinstance(shard, str)}
+    good = {shard for shard in names if shard_name_trouble(shard) is None}
+    wrong = [
+        (name, shard_name_trouble(shard))
+        for name, shard in weight_map.items()
+        if not isinstance(shard, str) or shard not in good
+    ]
     problems += [f"weight_map sends tensor {name!r} to {trouble}" for name, trouble in wrong[:_EXAMPLES]]
     if len(wrong) > _EXAMPLES:
         problems.append(f"weight_map has {len(wrong) - _EXAMPLES} more entries that name no shard")
