@@ -21,6 +21,7 @@ __all__ = [
     "extend",
     "hot_load_id",
     "latest_completed",
+    "served_chain",
 ]
 
 MAX_DELTAS = 128
@@ -79,6 +80,12 @@ def chain_of(hot_load: HotLoad, hot_loads: Sequence[HotLoad]) -> Chain:
         older = hot_loads[_position(hot_loads, link) + 1 :]
         link = completed(older, link.previous_identity) if link.previous_identity else None
     return Chain(links=tuple(reversed(backwards)))
+
+
+def served_chain(hot_loads: Sequence[HotLoad]) -> Chain:
+    """Return the chain of what the deployment serves."""
+    served = latest_completed(hot_loads)
+    return chain_of(served, hot_loads) if served is not None else Chain()
 
 
 def extend(chain: Chain, identity: str) -> tuple[int, str | None]:

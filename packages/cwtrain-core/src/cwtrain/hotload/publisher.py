@@ -42,27 +42,40 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cwtrain.config import HotLoadConfig
-from cwtrain.errors import CWTrainError, HotLoadError
+from cwtrain.errors import CWTrainError
 from cwtrain.events import SyncFailed, WeightsWritten, WriteMode
 from cwtrain.hotload._plugin import with_defaults
 from cwtrain.hotload._publish.baseline import Baseline, check_base
 from cwtrain.hotload._publish.follow import Follower
-from cwtrain.hotload._publish.housekeeping import PublishedNote, read_note, write_note
+from cwtrain.hotload._publish.housekeeping import PublishedNote, note_of, read_note, write_note
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import NumberOf, look_at, weight_v_number
 from cwtrain.hotload._publish.names import default_run_id, identity_of
-from cwtrain.hotload._publish.numbered import Numbered, PublishOutcome, PublishState
+from cwtrain.hotload._publish.numbered import Numbered
+from cwtrain.hotload._publish.opening import Opening
+from cwtrain.hotload._publish.outcome import PublishOutcome, PublishState
+from cwtrain.hotload._publish.plan import TensorBase, TensorPlan, Tensors
 from cwtrain.hotload._publish.send import Budget, Sender
 from cwtrain.hotload._publish.state import State, WriteKind
+from cwtrain.hotload._publish.tensors import TensorFeed
 from cwtrain.hotload.loader import HotLoader
 from cwtrain.hotload.progress import OnProgress
 from cwtrain.models.sync import SnapshotChoice
 
 if TYPE_CHECKING:
+    from cwtrain.hotload.writer import WrittenSnapshot
     from cwtrain.infra.client import InferenceClient
     from cwtrain.plugins import Plugins
 
-__all__ = ["PublishOutcome", "PublishState", "PublishedNote", "Publisher", "read_note"]
+__all__ = [
+    "PublishOutcome",
+    "PublishState",
+    "PublishedNote",
+    "Publisher",
+    "TensorBase",
+    "TensorPlan",
+    "read_note",
+]
 
 _log = logging.getLogger("cwtrain.hotload")
 
@@ -79,9 +92,10 @@ class Publisher:
 
     ``disk_dir`` is the directory that holds the trainer's version directories, ``base`` the checkpoint that its first
     delta applies to (``--hf-checkpoint``). ``number_of`` reads the version from a directory's name (by default
-    ``weight_v000007``). ``framework`` and ``world_size`` are for the events. ``client`` is an ``InferenceClient``,
-    ``s3`` a boto3 client or an object store; both are made from the environment without them. ``on_progress`` hears of
-    uploads and hot-loads. ``poll_interval`` is in seconds.
+    ``weight_v000007``). ``tensor_base`` makes it a publisher of tensors: ``memory``, ``disk`` or ``none`` says where
+    the base of the next delta lives, and no mirror is kept beside it. ``framework`` and ``world_size`` are for the
+    events. ``client`` is an ``InferenceClient``, ``s3`` a boto3 client or an object store; both are made from the
+    environment without them. ``on_progress`` hears of uploads and hot-loads. ``poll_interval`` is in seconds.
 
     Raises ConfigError for settings that do not fit together, MirrorLockedError naming the process that works with the
     same STATE_DIR.
@@ -99,6 +113,7 @@ class Publisher:
         s3: Any = None,
         plugins: Plugins | None = None,
         number_of: NumberOf = weight_v_number,
+        tensor_base: TensorBase | str | None = None,
         poll_interval: float = 5.0,
         on_progress: OnProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -138,12 +153,14 @@ class Publisher:
             settings.state_dir or f"{self.disk_dir}-hotload", run_id=self.run_id, deployment_id=settings.deployment_id
         )
         self._follower = None
-        if settings.keeps_mirror:
+        if settings.keeps_mirror and (tensor_base is None or settings.mirror):
             self._follower = Follower(self._journal, where=lambda: (loader.store, loader.location), log=_log.warning)
         self._sender = Sender(loader, settings, clock, sleep, on_progress)
+        opening = Opening(self._journal, self._follower, self._sender, self.base)
         self._numbered = Numbered(
-            settings, self._journal, self._follower, self._sender, self.disk_dir, self.base, clock
+            settings, self._journal, self._follower, self._sender, self.disk_dir, self.base, clock, opening
         )
+        self._feed = TensorFeed(self._numbered, TensorBase(tensor_base or "none"))
         self._mutex = threading.Lock()
         self._thread: threading.Thread | None = None
         self._baseline_error: BaseException | None = None
@@ -209,11 +226,64 @@ class Publisher:
                 if look.kind is WriteKind.BASELINE:
                     return self._start_baseline(self.settings.baseline_wait)
                 self._join()
-                seconds = self.settings.deadline if self.settings.deadline is not None else deadline
                 event = self._event(look.kind, look.path, look.number)
-                return self._numbered.run(look, event, Budget(seconds, self._clock))
+                return self._numbered.run(look, event, self._budget(deadline))
             except CWTrainError as error:
                 self._tell_failure(error, number)
+                raise
+
+    def publish_tensors(self, tensors: Tensors, *, number: int, deadline: float | None = None) -> PublishOutcome:
+        """Publish named tensors as version ``number``, encoded and uploaded while the next one is produced.
+
+        ``tensors`` is a mapping, or a function that gives (name, tensor) pairs anew at each call: a delta that fails in
+        the engine is published once more in full. All tensors of the model, changed or not; numpy arrays, torch
+        tensors, or anything with the buffer protocol. Nothing is written to the disk but the base of the next delta
+        where ``tensor_base`` is ``disk``. Config and tokenizer come from ``base``.
+
+        Raises ConfigError where there is no room for the base of the next delta, and as ``publish_directory``.
+        """
+        with self._mutex:
+            try:
+                event = self._event(WriteKind.FULL, "", number)
+                self._plugins.notify(event)
+                self._join()
+                return self._feed.publish(tensors, number, event, self._budget(deadline))
+            except CWTrainError as error:
+                self._tell_failure(error, number)
+                raise
+
+    def begin_tensors(self, *, number: int, base_identity: str | None) -> TensorPlan | PublishOutcome:
+        """Decide how version ``number``, which several ranks write together, is published; on rank 0.
+
+        ``base_identity`` is what the bases of *all* ranks hold (``BaseTensors.identity``), None where one holds nothing
+        whole. The plan goes to all ranks, each of which writes by it (see ``TensorPlan``). Where a plugin skips the
+        version, its outcome is returned instead. Raises as ``publish_directory``.
+        """
+        with self._mutex:
+            try:
+                event = self._event(WriteKind.FULL, "", number)
+                self._plugins.notify(event)
+                self._join()
+                budget = self._budget(None)
+                self._feed.place(number, budget)
+                return self._feed.begin(number, event, budget, held=base_identity)
+            except CWTrainError as error:
+                self._tell_failure(error, number)
+                raise
+
+    def finish_tensors(
+        self, plan: TensorPlan, written: WrittenSnapshot, *, deadline: float | None = None
+    ) -> PublishOutcome:
+        """Have the deployment load what rank 0 finalised by ``plan``, and say what was done.
+
+        Raises HotLoadFailedError where the engine did not take it: ``begin_tensors`` with ``base_identity=None`` then
+        publishes the same version in full.
+        """
+        with self._mutex:
+            try:
+                return self._feed.finish(plan, written, self._budget(deadline))
+            except CWTrainError as error:
+                self._tell_failure(error, plan.number)
                 raise
 
     def finish(self, *, deadline: float | None = None) -> None:
@@ -227,8 +297,10 @@ class Publisher:
 
     def close(self) -> None:
         """Let another process work with STATE_DIR. Waits for nothing; can be called twice."""
-        if self._follower is not None and not self.baseline_running:
-            self._follower.close()
+        if not self.baseline_running:
+            if self._follower is not None:
+                self._follower.close()
+            self._feed.close()
         self._journal.close()
 
     def __enter__(self) -> Self:
@@ -245,28 +317,12 @@ class Publisher:
         ``read_note`` reads it: a resume then starts from the snapshot that has the checkpoint's weights. Raises
         HotLoadError while nothing is published.
         """
-        state = self.state
-        written, known, pending = state.written, state.acknowledged, state.pending
-        number = written.number if written is not None else 0
-        acknowledged = known is not None and (known.holds(number) or written is None)
-        identity = known.identity if known is not None and acknowledged else pending.identity if pending else None
-        if identity is None:
-            raise HotLoadError(
-                f"run {self.run_id} has published nothing that holds version {number}",
-                hint="write the note after a publish",
-            )
-        note = PublishedNote(
-            step=step,
-            version=number,
-            identity=identity,
-            run_id=self.run_id,
-            epoch=state.epoch,
-            deployment_id=self.settings.deployment_id,
-            acknowledged=acknowledged,
-        )
-        return write_note(directory, note)
+        return write_note(directory, note_of(self.state, step=step))
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _budget(self, deadline: float | None) -> Budget:
+        return Budget(self.settings.deadline if self.settings.deadline is not None else deadline, self._clock)
 
     def _start_baseline(self, wait_seconds: float) -> PublishOutcome:
         if self._thread is not None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import attrs
 
-from cwtrain.errors import ConfigError, SnapshotError
+from cwtrain.errors import ConfigError, HotLoadError, SnapshotError
 from cwtrain.hotload._publish.state import State
 from cwtrain.snapshots._json import parse_json
 
-__all__ = ["NOTE_NAME", "PublishedNote", "read_note", "removable", "remove_directories", "write_note"]
+__all__ = ["NOTE_NAME", "PublishedNote", "note_of", "read_note", "removable", "remove_directories", "write_note"]
 
 NOTE_NAME = "cwtrain_published.json"
 """The file beside a trainer's checkpoint that names the snapshot of the same weights."""
@@ -62,6 +62,30 @@ class PublishedNote:
     deployment_id: str
     acknowledged: bool
     """False where its hot-load was not known to be COMPLETED yet (WAIT=0)."""
+
+
+def note_of(state: State, *, step: int) -> PublishedNote:
+    """Return the note of what holds the trainer's last version. Raises HotLoadError while nothing does."""
+    written, known, pending = state.written, state.acknowledged, state.pending
+    number = written.number if written is not None else 0
+    acknowledged = known is not None and (known.holds(number) or written is None)
+    identity = known.identity if known is not None and acknowledged else None
+    if identity is None and pending is not None and pending.number == number:
+        identity = pending.identity
+    if identity is None:
+        raise HotLoadError(
+            f"run {state.run_id} has published nothing that holds version {number}",
+            hint="write the note after a publish",
+        )
+    return PublishedNote(
+        step=step,
+        version=number,
+        identity=identity,
+        run_id=state.run_id,
+        epoch=state.epoch,
+        deployment_id=state.deployment_id,
+        acknowledged=acknowledged,
+    )
 
 
 def write_note(directory: str | os.PathLike[str], note: PublishedNote) -> str:

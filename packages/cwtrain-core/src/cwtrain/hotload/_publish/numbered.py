@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from enum import StrEnum
 
 import attrs
 
@@ -13,61 +12,32 @@ from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError, HotLoadError, SnapshotConflictError
 from cwtrain.events import SyncCompleted, SyncSkipped, WeightsWritten
 from cwtrain.hotload import chain as chains
-from cwtrain.hotload._publish import epochs
-from cwtrain.hotload._publish.decide import Decision, Place, Rules, decide, fall_back, next_epoch, place
+from cwtrain.hotload._publish.decide import Decision, Place, Rules, decide, fall_back, place
 from cwtrain.hotload._publish.follow import Followed, Follower
 from cwtrain.hotload._publish.housekeeping import removable, remove_directories
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import Look, content_of
-from cwtrain.hotload._publish.names import identity_of, parse_identity
+from cwtrain.hotload._publish.names import identity_of
+from cwtrain.hotload._publish.opening import Opening
+from cwtrain.hotload._publish.outcome import PublishOutcome, PublishState
 from cwtrain.hotload._publish.report import Measures, metrics
 from cwtrain.hotload._publish.send import Budget, Sender, ended_badly
-from cwtrain.hotload._publish.state import Acknowledged, Pending, WriteKind, Written
+from cwtrain.hotload._publish.state import Pending, WriteKind, Written
 from cwtrain.hotload.delta import checkpoint_checksums
 from cwtrain.models.service import HotLoad, HotLoadState
-from cwtrain.models.snapshot import Chain
 from cwtrain.models.sync import SnapshotChoice, WeightSyncRequest
 from cwtrain.snapshots import inspect_snapshot
-from cwtrain.snapshots.identity import check_identity, version_number
+from cwtrain.snapshots.identity import check_identity
 
-__all__ = ["Numbered", "PublishOutcome", "PublishState"]
+__all__ = ["Numbered"]
 
 _log = logging.getLogger("cwtrain.hotload")
 _TRIES = 9
 
 
-class PublishState(StrEnum):
-    """What became of a version."""
-
-    COMPLETED = "COMPLETED"
-    """Every replica serves it."""
-    ACCEPTED = "ACCEPTED"
-    """The service took the hot-load (WAIT=0); the next call looks at how it ended."""
-    SKIPPED = "SKIPPED"
-    """Nothing was published: an empty version, or a plugin's choice."""
-    PUBLISHING = "PUBLISHING"
-    """The base checkpoint is still on its way; the first numbered version waits for it."""
-
-
-@attrs.frozen(kw_only=True)
-class PublishOutcome:
-    """What a call of the publisher did.
-
-    ``identity`` is what holds the version's weights: for a skipped one what was acknowledged before. ``metrics`` are
-    numbers under ``hotload/`` (see ``cwtrain.hotload.publisher``).
-    """
-
-    identity: str | None
-    kind: SnapshotChoice
-    number: int
-    epoch: int
-    state: PublishState
-    metrics: dict[str, float] = attrs.field(factory=dict)
-
-
 @attrs.define
 class Numbered:
-    """What handles numbered versions, for one publisher. ``reset`` opens an epoch on the base checkpoint's mirror."""
+    """What handles numbered versions, for one publisher."""
 
     settings: HotLoadConfig
     journal: Journal
@@ -76,6 +46,7 @@ class Numbered:
     disk_dir: str
     base: str | None
     clock: Callable[[], float]
+    opening: Opening
 
     @property
     def rules(self) -> Rules:
@@ -95,18 +66,18 @@ class Numbered:
         seen = look.seen(self._content(look))
         where = place(self.journal.state, seen)
         if where is Place.NEW_EPOCH:
-            self._open_epoch(look, budget)
-        self._refuse_if_taken_over(budget)
+            self.opening.open_epoch(look, budget)
+        self.opening.refuse_if_taken_over(budget)
         state = self.journal.state
         if where is Place.SAME and state.acknowledged is not None and state.acknowledged.holds(seen.number):
             _log.info("version %d is published already as %s", seen.number, state.acknowledged.identity)
-            return self._outcome(SnapshotChoice.SKIP, seen.number, PublishState.COMPLETED, measures, budget)
+            return self.outcome(SnapshotChoice.SKIP, seen.number, PublishState.COMPLETED, measures, budget)
         hot_loads = self.sender.hot_loads(budget)
-        deltas = self._deltas(hot_loads)
+        deltas = self.deltas(hot_loads)
         followed = self._follow(look, measures)
         written = Written(number=seen.number, kind=look.kind, content=seen.content or self._content_now(look))
         state = self.journal.save(self.journal.state.wrote(written, base=look.base_number, directory=look.path))
-        opinion = plugins.choose_snapshot(event, _served_chain(hot_loads))
+        opinion = plugins.choose_snapshot(event, chains.served_chain(hot_loads))
         if followed.path is None and opinion is not SnapshotChoice.SKIP:
             opinion = SnapshotChoice.FULL
         decision = decide(state, seen, self.rules, deltas=deltas, opinion=opinion)
@@ -140,7 +111,7 @@ class Numbered:
             _log.warning("%s was not acknowledged: %s", pending.identity, error)
             self.journal.save(self.journal.state.failed())
             return
-        self._acknowledge(found, told=False)
+        self.acknowledge(found, told=False)
 
     def finish(self, budget: Budget) -> None:
         """Wait for the last hot-load; publish in full what it did not bring, where that is possible.
@@ -165,75 +136,6 @@ class Numbered:
         followed = Followed(path=None)
         self._publish(look, followed, decision, None, 0, Measures(), budget, wait=True)
 
-    # -- epochs ----------------------------------------------------------------------------------------------------
-
-    def _open_epoch(self, look: Look, budget: Budget) -> None:
-        """Open an epoch for a version that came without a baseline call."""
-        loader, journal = self.sender.loader, self.journal
-        state = journal.state
-        hot_loads = self.sender.hot_loads(budget)
-        taken = self.sender.through_outages(
-            lambda: epochs.highest_epoch(loader.store, loader.location, state.run_id, hot_loads),
-            budget,
-            "looking for earlier epochs",
-        )
-        if state.epoch and taken > state.epoch:
-            self._refuse_if_taken_over(budget)
-        epoch = self.sender.through_outages(
-            lambda: epochs.open_epoch(
-                loader.store,
-                loader.location,
-                state.run_id,
-                first=next_epoch(state.epoch, taken),
-                owner=state.owner,
-                directory=journal.root,
-            ),
-            budget,
-            "opening an epoch",
-        )
-        keep = None
-        if state.epoch == 0 and look.kind is not WriteKind.FULL:
-            keep = self._recovered(hot_loads)
-        _log.warning(
-            "epoch %d of run %s begins with version %s%s",
-            epoch,
-            state.run_id,
-            look.number,
-            f", on {keep.identity}" if keep else "",
-        )
-        journal.save(state.opened(epoch, keep=keep))
-        if keep is None and look.kind is not WriteKind.FULL and state.base_identity and self.base:
-            if self.follower is not None:
-                self.follower.reset(self.base, 0)
-            journal.save(journal.state.based(state.base_identity))
-
-    def _recovered(self, hot_loads: list[HotLoad]) -> Acknowledged | None:
-        """Return what this run published last, where its journal is lost: what a writer of ours goes on from."""
-        loader, run = self.sender.loader, self.journal.state.run_id
-        for hot_load in hot_loads:
-            if hot_load.state is HotLoadState.COMPLETED and parse_identity(run, hot_load.identity) is not None:
-                try:
-                    manifest = loader.read_manifest(hot_load.identity)
-                except CWTrainError as error:
-                    _log.warning("%s cannot be gone on from: %s", hot_load.identity, error)
-                    return None
-                number = version_number(str(manifest.get("version")))
-                if number is None:
-                    return None
-                kind = WriteKind.DELTA if hot_load.previous_identity else WriteKind.FULL
-                return Acknowledged(identity=hot_load.identity, number=number, through=number, kind=kind)
-        return None
-
-    def _refuse_if_taken_over(self, budget: Budget) -> None:
-        loader, state = self.sender.loader, self.journal.state
-        self.sender.through_outages(
-            lambda: epochs.refuse_if_taken_over(
-                loader.store, loader.location, state.run_id, epoch=state.epoch, owner=state.owner
-            ),
-            budget,
-            "looking whether the run was taken over",
-        )
-
     # -- what is known ---------------------------------------------------------------------------------------------
 
     def _content(self, look: Look) -> str:
@@ -249,7 +151,7 @@ class Numbered:
             return content_of(self.follower.checksums)
         return ""
 
-    def _deltas(self, hot_loads: list[HotLoad]) -> int:
+    def deltas(self, hot_loads: list[HotLoad]) -> int:
         """Return how many deltas the acknowledged identity's chain has, as the service says.
 
         What the service does not know as COMPLETED is not acknowledged, whatever the journal says.
@@ -288,7 +190,7 @@ class Numbered:
             self.journal.save(state.same_bytes(look.number))
         loader = self.sender.loader
         loader.plugins.notify(SyncSkipped(reason=decision.reason, version=look.number, run_id=loader.run_id))
-        return self._outcome(SnapshotChoice.SKIP, look.number, PublishState.SKIPPED, measures, budget)
+        return self.outcome(SnapshotChoice.SKIP, look.number, PublishState.SKIPPED, measures, budget)
 
     def _publish(
         self,
@@ -317,10 +219,10 @@ class Numbered:
         measures.chain_cut = decision.cut
         measures.chain_length = 0 if decision.choice is SnapshotChoice.FULL else deltas + 1
         if hot_load.state is not HotLoadState.COMPLETED:
-            return self._outcome(decision.choice, look.number, PublishState.ACCEPTED, measures, budget)
-        self._verify(hot_load, measures)
+            return self.outcome(decision.choice, look.number, PublishState.ACCEPTED, measures, budget)
+        self.verify(hot_load, measures)
         self._remember_content(look, hot_load)
-        return self._outcome(decision.choice, look.number, PublishState.COMPLETED, measures, budget)
+        return self.outcome(decision.choice, look.number, PublishState.COMPLETED, measures, budget)
 
     def _attempt(
         self, look: Look, followed: Followed, decision: Decision, named: str | None, wait: bool, budget: Budget
@@ -330,7 +232,7 @@ class Numbered:
         path = followed.path or look.path
         if decision.choice is SnapshotChoice.FULL and self.follower is not None:
             path = self.follower.path
-        identity = self._identity(look.number, decision, named, budget)
+        identity = self.identity(look.number, decision, named, budget)
         self.journal.save(
             self.journal.state.began(
                 Pending(
@@ -356,13 +258,18 @@ class Numbered:
                 self.journal.save(self.journal.state.failed())
             raise
         if hot_load.state is HotLoadState.COMPLETED:
-            self._acknowledge(hot_load, told=True)
+            self.acknowledge(hot_load, told=True)
         else:
             self.journal.save(self.journal.state.accepted(hot_load.id))
         return hot_load
 
-    def _identity(self, number: int, decision: Decision, named: str | None, budget: Budget) -> str:
-        """Return the first name of the version that is free, or that this very publish began to use."""
+    def identity(
+        self, number: int, decision: Decision, named: str | None, budget: Budget, *, streamed: bool = False
+    ) -> str:
+        """Return the first name of the version that is free, or that this very publish began to use.
+
+        What was ``streamed`` under a name cannot be gone on with: its bytes were in memory.
+        """
         state, loader = self.journal.state, self.sender.loader
         suffixes = [""]
         if decision.choice is SnapshotChoice.FULL and decision.cut:
@@ -375,7 +282,11 @@ class Numbered:
             else:
                 identity = f"{named}-{suffix}" if suffix else named
             check_identity(identity)
-            if mine is not None and (mine.identity, mine.number, mine.choice) == (identity, number, decision.choice):
+            if (
+                not streamed
+                and mine is not None
+                and (mine.identity, mine.number, mine.choice) == (identity, number, decision.choice)
+            ):
                 return identity
             key = loader.location.claim_key(identity)
             taken = self.sender.through_outages(
@@ -383,7 +294,7 @@ class Numbered:
             )
             if taken is None:
                 return identity
-            if named is not None and not decision.cut:
+            if named is not None and not decision.cut and not streamed:
                 return identity  # somebody's name: whether it is ours is for the upload to find out
         raise SnapshotConflictError(
             f"every name of version {number} is taken, up to {identity}",
@@ -391,7 +302,8 @@ class Numbered:
             hint="start the run again with the same CWTRAIN_HOTLOAD_RUN_ID: it opens a new epoch",
         )
 
-    def _acknowledge(self, hot_load: HotLoad, *, told: bool) -> None:
+    def acknowledge(self, hot_load: HotLoad, *, told: bool) -> None:
+        """What is pending is COMPLETED. ``told``: plugins have heard of it."""
         state = self.journal.state
         assert state.pending is not None
         number = state.pending.number
@@ -414,7 +326,7 @@ class Numbered:
         if os.path.isdir(staged):
             remove_directories({staged: number}, os.path.dirname(staged))
 
-    def _verify(self, hot_load: HotLoad, measures: Measures) -> None:
+    def verify(self, hot_load: HotLoad, measures: Measures) -> None:
         """With VERIFY=1 ask every replica again what it serves."""
         if not self.settings.verify:
             return
@@ -444,9 +356,10 @@ class Numbered:
         known = attrs.evolve(written, content=content_of(tensors))
         self.journal.save(attrs.evolve(self.journal.state, written=known))
 
-    def _outcome(
+    def outcome(
         self, choice: SnapshotChoice, number: int, state: PublishState, measures: Measures, budget: Budget
     ) -> PublishOutcome:
+        """Return what is told of a call."""
         now = self.journal.state
         identity = now.pending.identity if state is PublishState.ACCEPTED and now.pending else None
         if identity is None and now.acknowledged is not None:
@@ -455,11 +368,6 @@ class Numbered:
         return PublishOutcome(
             identity=identity, kind=choice, number=number, epoch=now.epoch, state=state, metrics=metrics(measures)
         )
-
-
-def _served_chain(hot_loads: list[HotLoad]) -> Chain:
-    served = chains.latest_completed(hot_loads)
-    return chains.chain_of(served, hot_loads) if served is not None else Chain()
 
 
 def _seconds_of(hot_load: HotLoad) -> float:

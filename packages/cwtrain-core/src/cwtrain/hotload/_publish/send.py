@@ -124,16 +124,30 @@ class Sender:
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def publish(self, request: WeightSyncRequest, *, version: int | None, wait: bool, budget: Budget) -> HotLoad:
+    def publish(
+        self,
+        request: WeightSyncRequest,
+        *,
+        version: int | None,
+        wait: bool,
+        budget: Budget,
+        uploaded: bool = False,
+    ) -> HotLoad:
         """Have ``request`` done, by a plugin or by core, and return the hot-load as the service has it.
 
-        With ``wait`` it is COMPLETED. Raises what ``HotLoader.publish`` raises.
+        With ``wait`` it is COMPLETED. ``uploaded``: the snapshot is in the bucket already, ``request.path`` says where.
+        Raises what ``HotLoader.publish`` raises.
         """
         done: list[HotLoad] = []
 
         def core(asked: WeightSyncRequest) -> WeightSyncResult:
             started = self.clock()
-            hot_load = self._publish(asked, version=version, wait=wait, budget=budget)
+            if uploaded:
+                hot_load = self.trigger(
+                    asked.identity, previous_identity=asked.previous_identity, wait=wait, budget=budget
+                )
+            else:
+                hot_load = self._publish(asked, version=version, wait=wait, budget=budget)
             done.append(hot_load)
             return WeightSyncResult(identity=hot_load.identity, hot_load_id=hot_load.id, seconds=self.clock() - started)
 
@@ -145,18 +159,18 @@ class Sender:
 
     def trigger(self, identity: str, *, previous_identity: str | None, wait: bool, budget: Budget) -> HotLoad:
         """Hot-load what is in the bucket already, and return the hot-load."""
-        return self.through_outages(
-            lambda: self.loader.trigger(
+
+        def attempt() -> HotLoad:
+            return self.loader.trigger(
                 identity,
                 previous_identity=previous_identity,
                 prompt_cache_policy=self.settings.prompt_cache_policy,
                 wait=wait,
                 timeout=budget.at_most(self.settings.timeout),
                 on_progress=self._watch(budget),
-            ),
-            budget,
-            f"hot-loading {identity}",
-        )
+            )
+
+        return self._chained(attempt, previous_identity, budget, f"hot-loading {identity}")
 
     def _publish(self, request: WeightSyncRequest, *, version: int | None, wait: bool, budget: Budget) -> HotLoad:
         def attempt() -> HotLoad:
@@ -173,14 +187,16 @@ class Sender:
                 version=version,
             )
 
-        what = f"publishing {request.identity}"
+        return self._chained(attempt, request.previous_identity, budget, f"publishing {request.identity}")
+
+    def _chained(self, attempt: Callable[[], HotLoad], previous: str | None, budget: Budget, what: str) -> HotLoad:
+        """Return what ``attempt`` does; where the deployment refuses the chain, load ``previous`` again before it."""
         try:
             return self.through_outages(attempt, budget, what)
         except HotLoadInProgressError:
             raise
         except FailedPreconditionError as error:
             served = chains.latest_completed(self.hot_loads(budget))
-            previous = request.previous_identity
             if not reload_first(previous, served.identity if served else None, refused=True):
                 raise
             assert previous is not None
