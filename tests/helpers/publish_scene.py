@@ -66,7 +66,7 @@ class Scene:
             **{"deployment_id": self.deployment_id, "run_id": "run", "timeout": 60.0, "deadline": 90.0, **values}
         )
 
-    def publisher(self, *, plugins=None, name="state", trainer=None, client=None, **values):
+    def publisher(self, *, plugins=None, name="state", trainer=None, client=None, tensor_base=None, **values):
         trainer = trainer or self.trainer
         settings = self.settings(state_dir=str(trainer.root / name), **values)
         made = Publisher(
@@ -76,6 +76,7 @@ class Scene:
             client=client or self.client,
             s3=self.s3,
             plugins=plugins or Plugins(),
+            tensor_base=tensor_base,
             poll_interval=0.02,
         )
         self._open.append(made)
