@@ -70,9 +70,8 @@ def test_every_version_was_published_and_served(finished: dict[str, Any]) -> Non
 
 def test_the_rest_of_the_result(finished: dict[str, Any]) -> None:
     result = finished["result"]
-    assert {"start", "create", "sample", "learn", "write", "publish", "check", "stop", "total"} <= set(
-        result["seconds"]
-    )
+    phases = {"start", "create", "sample", "learn", "write", "encode", "upload", "publish", "check", "stop", "total"}
+    assert phases <= set(result["seconds"])
     assert all(seconds >= 0 for seconds in result["seconds"].values())
     assert len(result["steps"]) == STEPS
     sampler = result["sampler"]
@@ -80,8 +79,21 @@ def test_the_rest_of_the_result(finished: dict[str, Any]) -> None:
     assert sampler["completion_tokens"] == sum(step["tokens"] for step in result["steps"])
     assert sampler["requests"] == STEPS * 8
     assert result["state_dir"] == str(finished["state"])
-    assert (finished["state"] / "checkpoints" / f"v{STEPS:06d}" / "config.json").is_file()
+    assert (finished["state"] / "trained" / "config.json").is_file()
     assert finished["report"].read_text().startswith("<!doctype html>")
+
+
+def test_versions_go_from_memory_into_the_bucket(finished: dict[str, Any]) -> None:
+    """Nothing is written to the disk for them: there are the emulator's files, the first model and the last weights."""
+    state = finished["state"]
+    assert {path.name for path in state.iterdir()} == {"base", "emulator", "trained"}
+    theirs = state / "emulator"
+    ours = [path for path in state.rglob("*.safetensors") if theirs not in path.parents]
+    assert sorted({path.parent.name for path in ours}) == ["base", "trained"]
+    for version in finished["result"]["versions"]:
+        assert 0 < version["write_seconds"] <= version["seconds"]
+        assert version["encode_seconds"] > 0
+        assert version["upload_seconds"] > 0
 
 
 def test_progress_is_plain_lines_away_from_a_terminal(finished: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ def result(rewards: list[float], **changes: object) -> DemoResult:
             tensors=8,
             density=0.4,
             write_seconds=0.01,
+            encode_seconds=0.01,
             upload_seconds=0.02,
             hot_load_seconds=0.1,
             seconds=0.2,

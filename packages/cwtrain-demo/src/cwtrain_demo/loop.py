@@ -1,7 +1,8 @@
 """The demo's run: an emulator, a deployment, and a trainer whose weights are hot-loaded after every step.
 
-Everything goes the way it would against the real service: the API through ``InferenceClient``, weights through
-``HotLoader``, rollouts through the sampler. At the end the bytes on every replica are compared with the trainer's.
+Everything goes the way it would against the real service: the API through ``InferenceClient``, weights from memory into
+the bucket through ``SnapshotWriter`` and into the replicas through ``HotLoader``, rollouts through the sampler. At the
+end the bytes on every replica are compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from pathlib import Path
 import attrs
 
 from cwtrain.errors import ConfigError, CWTrainError
-from cwtrain.hotload import HotLoader, inspect_snapshot, upload_snapshot
-from cwtrain.hotload.delta import checkpoint_checksums, write_delta, write_full_snapshot
+from cwtrain.hotload import HotLoader, MemoryBase, SnapshotWriter, inspect_snapshot, upload_snapshot
 from cwtrain.infra import InferenceClient, lifecycle, s3_client
 from cwtrain.models.service import Deployment, HotLoad
 from cwtrain_demo.replicas import replica_digests
@@ -102,6 +102,7 @@ def run_demo(
         result.sampler = run.sampler.totals
         if config.keep or config.state_dir:
             result.state_dir = str(root)
+            trainer.save(root / "trained")
         stopping = time.monotonic()
         stack.close()
         result.seconds["stop"] = time.monotonic() - stopping
@@ -128,6 +129,7 @@ class _Run:
         self.loader, self.sampler = loader, sampler
         self.trainer, self.side_files = trainer, side_files
         self.task = Alphabet(letters=trainer.vocab_size - 1, seed=config.seed)
+        self.base = MemoryBase()
         self.served: HotLoad | None = None
 
     def publish_base(self) -> None:
@@ -179,47 +181,49 @@ class _Run:
         self.result.weights_match = report.served and everyone and not self.result.weights_differ
 
     def _publish(self, number: int) -> Version:
+        """Send the weights from memory while they are encoded, and have them hot-loaded."""
         started = time.monotonic()
-        checkpoint = self._checkpoint(number)
-        snapshot = self.root / "snapshots" / checkpoint.name
-        with _phase(self.result, "write"):
-            self.trainer.save(checkpoint)
-            _copy_side_files(self.side_files, checkpoint)
-            before = self.result.versions[-1] if self.result.versions else None
-            previous = None if number % self.config.full_every == 0 else before
-            if previous is None:
-                write_full_snapshot(checkpoint, snapshot, checkpoint_checksums(checkpoint))
-                size, ratio, changed, density = _size(snapshot), 1.0, len(self.trainer.policy.weights), 1.0
-            else:
-                base = self._checkpoint(previous.version)
-                stats = write_delta(base, checkpoint, snapshot, version=number, base_version=previous.version)
-                size, ratio, changed, density = stats.delta_bytes, stats.ratio, stats.changed_tensors, stats.density
-        written = time.monotonic() - started
         identity = f"demo-v{number:06d}"
+        full = number % self.config.full_every == 0
+        with (
+            _phase(self.result, "write"),
+            SnapshotWriter(
+                self.loader.store,
+                self.loader.location,
+                identity,
+                kind="full" if full else "delta",
+                base=self.base,
+                side_files=self.side_files if full else None,
+                run_id="demo",
+                deployment_id=self.loader.deployment_id,
+                version=number,
+            ) as writer,
+        ):
+            for name, values, dtype in self.trainer.tensors():
+                writer.add(name, values, dtype=dtype)
+            written = writer.finalise([writer.close()])
+        for phase in ("encode", "upload"):
+            self.result.seconds[phase] = self.result.seconds.get(phase, 0.0) + written.seconds[phase]
         with _phase(self.result, "publish"):
-            self.served = self.loader.publish(
-                snapshot, identity, previous_identity=previous.identity if previous else None
-            )
+            self.served = self.loader.trigger(identity, previous_identity=written.previous_identity)
         version = Version(
             version=number,
             identity=identity,
-            kind="DELTA" if previous else "FULL",
+            kind=str(written.kind),
             hot_load_id=self.served.id,
-            bytes=size,
-            ratio=round(ratio, 3),
-            changed_tensors=changed,
-            tensors=len(self.trainer.policy.weights),
-            density=round(density, 4),
-            write_seconds=round(written, 4),
-            upload_seconds=round(self.served.timings.get("upload_seconds", 0.0), 4),
+            bytes=written.uploaded_bytes,
+            ratio=1.0 if full else round(written.ratio, 3),
+            changed_tensors=written.changed_tensors,
+            tensors=written.tensors,
+            density=round(written.density, 4),
+            write_seconds=round(written.seconds["total"], 6),
+            encode_seconds=round(written.seconds["encode"], 6),
+            upload_seconds=round(written.seconds["upload"], 6),
             hot_load_seconds=round(self.served.timings.get("last_replica_seconds", 0.0), 4),
             seconds=round(time.monotonic() - started, 4),
         )
         self.result.versions.append(version)
         return version
-
-    def _checkpoint(self, number: int) -> Path:
-        return self.root / "checkpoints" / f"v{number:06d}"
 
 
 def _create(client: InferenceClient, bucket: str, *, model_path: str, replicas: int) -> tuple[Deployment, str]:
@@ -318,16 +322,6 @@ def _phase(result: DemoResult, name: str) -> Iterator[None]:
         yield
     finally:
         result.seconds[name] = result.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-def _copy_side_files(source: Path, checkpoint: Path) -> None:
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, checkpoint / name)
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.iterdir())
 
 
 def _spelled(tokens: Sequence[int], letters: int) -> str:

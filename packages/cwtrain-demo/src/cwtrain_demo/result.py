@@ -23,7 +23,7 @@ class Version:
     """FULL or DELTA."""
     hot_load_id: str
     bytes: int
-    """Size of the snapshot."""
+    """Size of its objects."""
     ratio: float
     """How many times smaller than a full snapshot's tensors."""
     changed_tensors: int
@@ -31,7 +31,11 @@ class Version:
     density: float
     """Which part of all bytes differs from the version before; 1 for a full snapshot."""
     write_seconds: float
+    """From the first tensor to the index in the bucket; encoding and upload run side by side in it."""
+    encode_seconds: float
+    """How long threads were encoding, all together."""
     upload_seconds: float
+    """How long threads were hashing and sending, all together."""
     hot_load_seconds: float
     """From the request to the last replica."""
     seconds: float

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -166,6 +166,14 @@ class Trainer:
         self._adam.climb(self._masters, gradients)
         self.policy = self._rounded()
         return objective
+
+    def tensors(self) -> Iterator[tuple[str, npt.NDArray[Any], str]]:
+        """Yield name, values as they are stored, and dtype of each rounded tensor: BF16 as 16-bit words."""
+        for name, values in self.policy.weights.items():
+            if name in _BIASES:
+                yield name, values, "F32"
+            else:
+                yield name, (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16), "BF16"
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the rounded weights into ``directory`` as a checkpoint."""
