@@ -1,0 +1,97 @@
+"""Check the hook against slime's real train actor and delta writer.
+
+    python tools/check_against_slime.py SRC
+
+SRC is a checkout of slime (github.com/THUDM/slime). Needs torch (a CPU build), safetensors, numpy, zstandard, httpx,
+xxhash and the packages of this workspace; no GPU, no Ray, no Megatron, no SGLang. Prints JSON and ends with 0 when
+every version arrived and every replica holds the trainer's weights. What is slime's here and what stands in:
+``trainer_code.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from trainer_code import Handle, Life, Ray, main
+
+HOOK = "cwtrain.integrations.slime.hook"
+LIVES = (
+    {
+        "what": "no engines, the plain hook: slime skips its updates",
+        "hook": HOOK,
+        "steps": ["delta"],
+        "engines": 0,
+        "publishes": False,
+    },
+    {
+        "what": "one engine, the plain hook, a tensor in two shards",
+        "hook": HOOK,
+        "steps": ["delta", "delta", "empty", "delta"],
+        "engines": 1,
+    },
+    {
+        "what": "no engines, made to publish all the same; a restart",
+        "hook": f"{HOOK}_without_engines",
+        "steps": ["delta", "delta", "empty", "delta", "delta"],
+        "engines": 0,
+    },
+    {
+        "what": "slime's default checksum, converted",
+        "hook": f"{HOOK}_without_engines",
+        "steps": ["delta", "delta"],
+        "engines": 0,
+        "args": {"update_weight_delta_checksum": "xxh3-128"},
+    },
+    {
+        "what": "the other encoding, converted",
+        "hook": f"{HOOK}_without_engines",
+        "steps": ["delta", "delta"],
+        "engines": 0,
+        "args": {"update_weight_delta_encoding": "overwrite"},
+    },
+)
+COMMON = {"update_weight_mode": "delta", "update_weight_transport": "disk"}
+
+
+def actor(module: ModuleType, args: Namespace, life: Life) -> Callable[[], None]:
+    """Return ``update_weights`` of slime's actor, made as its ``init`` makes it for disk deltas."""
+    from slime.backends.megatron_utils.update_weight import update_weight_from_disk_delta as delta
+    from slime.utils import distributed_utils
+
+    for place in (module, delta):
+        place.ray = Ray
+    module.print_memory = lambda *words, **more: None
+    megatron: Any = sys.modules["megatron.core"]
+    mpu = megatron.mpu = delta.mpu = Namespace(
+        get_data_parallel_rank=lambda with_context_parallel=False: 0, get_tensor_model_parallel_rank=lambda: 0
+    )
+    assert mpu is delta.mpu
+    distributed_utils.init_gloo_group()
+
+    updater = delta.UpdateWeightFromDiskDelta(args, [], dict, model_name="stand-in", quantization_config=None)
+    updater._iter_hf_tensors = lambda: iter(life.gathered())
+    updater._record_metrics = lambda: None
+
+    made = object.__new__(module.MegatronTrainRayActor)
+    made.args, made.weight_updater = args, updater
+    engines = [Handle() for _ in range(life.spec["engines"])]
+    new = [len(engines)]  # told once; in a run one manager tells all ranks
+    lock = Handle()
+
+    class Manager(Handle):
+        def __getattr__(self, name: str) -> Any:
+            if name == "get_updatable_engines_and_lock":
+                count, new[0] = new[0], 0
+                return Namespace(remote=lambda: (list(engines), lock, count, [1] * len(engines), [], []))
+            return super().__getattr__(name)
+
+    made.rollout_manager = Manager()
+    return lambda: made.update_weights()
+
+
+if __name__ == "__main__":
+    sys.exit(main("slime", actor, COMMON, LIVES))
