@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,8 +279,11 @@ def test_two_integrations_of_one_name_name_both_distributions():
             distribution=f"{name}-dist",
             version="1",
         )
-    with pytest.raises(PluginConflictError, match=r"'slime'.*b-dist 1 and a-dist 1"):
+    with pytest.raises(PluginConflictError, match=r"'slime'.*b-dist 1 and a-dist 1") as caught:
         plugins.integrations()
+    named = re.search(r"leave one out with (\w+)=<name>", str(caught.value.hint))
+    assert named is not None
+    assert PluginConfig.from_env({named[1]: "b"}).disabled == ("b",), "the hint names the variable that is read"
 
 
 def test_a_rollout_backend_is_found_by_name_or_the_names_are_told():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LEAVE_OUT", "conflict", "conflicting_command", "refuse_unknown_hooks", "unique"]
 
 _T = TypeVar("_T")
-LEAVE_OUT: Final = "CWTRAINLEAVE_OUTD_PLUGINS=<name>"
+LEAVE_OUT: Final = "CWTRAIN_DISABLED_PLUGINS=<name>"
 
 
 def refuse_unknown_hooks(manager: pluggy.PluginManager, name: str) -> None:

@@ -81,7 +81,7 @@ class Plugins:
 
         A plugin that cannot be imported or names an unknown hook is recorded in ``broken`` and warned about once;
         ``config.strict`` raises ``PluginLoadError`` instead. Without ``config`` the environment says
-        (``CWTRAINLEAVE_OUTD_PLUGINS``, ``CWTRAIN_STRICT_PLUGINS``, ``CWTRAIN_TRACE_PLUGINS``).
+        (``CWTRAIN_DISABLED_PLUGINS``, ``CWTRAIN_STRICT_PLUGINS``, ``CWTRAIN_TRACE_PLUGINS``).
         """
         plugins = cls(config=config if config is not None else PluginConfig.from_env())
         if entry_points is None:
