@@ -111,8 +111,11 @@ class Engine:
             overload=reply.status in _OVERLOAD,
         )
 
-    def learn(self, reply: Reply, *, text_given: bool, prompt_tokens: int) -> str | None:
-        """Return what a 400 or 422 teaches: ``logprobs``, ``context`` or ``text``; None when it is final."""
+    def learn(self, reply: Reply, *, text_given: bool, tokens: int) -> str | None:
+        """Return what a 400 or 422 teaches: ``logprobs``, ``context`` or ``text``; None when it is final.
+
+        ``tokens`` are the prompt's and the answer's room: a context that holds them was not the reason.
+        """
         if reply.status not in (400, 422):
             return None
         words = reply.body.decode("utf-8", "replace")
@@ -121,7 +124,7 @@ class Engine:
             log.info("The endpoint refuses logprobs=0: 1 is sent from now on")
             return "logprobs"
         found = _CONTEXT.search(words)
-        if found and (self.context is None or int(found[1]) < self.context):
+        if found and int(found[1]) < tokens:
             self.context = int(found[1])
             log.info("The endpoint's context length is %d tokens", self.context)
             return "context"

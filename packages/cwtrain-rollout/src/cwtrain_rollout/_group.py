@@ -200,7 +200,7 @@ class GroupRun:
             return refusal
         if reply.status >= 500 and reply.status != 501:
             return f"HTTP {reply.status}: {engine.quoted(reply.body)}"
-        lesson = engine.learn(reply, text_given=self.group.text is not None, prompt_tokens=len(ask.prompt))
+        lesson = engine.learn(reply, text_given=self.group.text is not None, tokens=len(ask.prompt) + ask.max_tokens)
         if lesson is None:
             raise engine.refused(reply, request_id)
         self.text = self.text or lesson == "text"
