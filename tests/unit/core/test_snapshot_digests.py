@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from cwtrain.snapshots import inspect_snapshot
+from cwtrain.snapshots._codec import EncodedTensor
+from cwtrain.snapshots._delta_files import DeltaFiles
 from cwtrain.snapshots._digests import record_digest, recorded_digest
 from helpers.tiny_checkpoint import write_full
 from helpers.upload_files import noise, sha256
@@ -81,3 +83,15 @@ def test_inspection_finds_the_records(place: Path) -> None:
     found = {file.name: file.sha256 for file in inspect_snapshot(directory).files}
     assert {name: found[name] for name in wanted} == wanted
     assert all(sha is None for name, sha in found.items() if name not in wanted)
+
+
+@pytest.mark.parametrize("hold_bytes", [1 << 20, 100], ids=["held-back", "streamed"])
+def test_a_delta_is_written_with_its_record(place: Path, hold_bytes: int) -> None:
+    names = ["a", "b"]
+    files = DeltaFiles(str(place), names, raw_bytes=10_000, shard_bytes=1 << 30, hold_bytes=hold_bytes)
+    for name in names:
+        files.write(noise(1, 5000))
+        files.end_tensor(name, EncodedTensor(changed_bytes=1, checksum="00000001", frame_bytes=5000))
+    files.close(("000001", "000000"))
+    (shard,) = place.glob("*.safetensors")
+    assert recorded(shard) == sha256(shard.read_bytes())

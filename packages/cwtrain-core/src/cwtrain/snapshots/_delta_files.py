@@ -8,12 +8,15 @@ more than a few percent (few of many small tensors changed), the data is moved d
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 
 from cwtrain.models.snapshot import INDEX_NAME
+from cwtrain.snapshots._buffers import MAX_PARTS
 from cwtrain.snapshots._codec import EncodedTensor
+from cwtrain.snapshots._digests import record_digest
 from cwtrain.snapshots._write import synced_file
 from cwtrain.snapshots.header import build_header
 from cwtrain.snapshots.index import dump_index
@@ -118,9 +121,12 @@ class DeltaFiles:
         tensors = ((name, "U8", (item.frame_bytes,), item.frame_bytes) for name, item in self._members)
         head = build_header(tensors, {name: item.checksum for name, item in self._members})
         path = self._path()
+        sha256 = None
         if self._fd is None:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            _write_all(self._fd, [head, *self._pieces])
+            pieces = [head, *self._pieces]
+            _write_all(self._fd, pieces)
+            sha256 = _sha256(pieces)
             self._pieces, self._pending = [], 0
         else:
             self._flush(self._fd)
@@ -129,6 +135,8 @@ class DeltaFiles:
             else:
                 head = _padded(head, self._reserved)
             _write_at(self._fd, head, 0)
+        # An upload needs it. Where the header was not known before the data went by, everything is read once more.
+        record_digest(self._fd, sha256)
         os.fsync(self._fd)
         os.close(self._fd)
         self._fd = None
@@ -142,23 +150,23 @@ def _padded(head: bytes, length: int) -> bytes:
     return (length - 8).to_bytes(8, "little") + head[8:] + b" " * (length - len(head))
 
 
+def _sha256(pieces: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def _write_all(fd: int, pieces: Sequence[bytes]) -> None:
     """Write the pieces where the file stands."""
-    group: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece)
-        if size >= _GATHER_BYTES:
-            _write_joined(fd, group)
-            group, size = [], 0
-    _write_joined(fd, group)
-
-
-def _write_joined(fd: int, group: list[bytes]) -> None:
-    view = memoryview(group[0] if len(group) == 1 else b"".join(group))
-    while view:
-        view = view[os.write(fd, view) :]
+    for start in range(0, len(pieces), MAX_PARTS):
+        group = pieces[start : start + MAX_PARTS]
+        done = os.writev(fd, group)
+        for piece in group:
+            rest = memoryview(piece)[min(done, len(piece)) :]
+            done = max(0, done - len(piece))
+            while rest:
+                rest = rest[os.write(fd, rest) :]
 
 
 def _write_at(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -104,7 +104,9 @@ def generate_index(header: Header, shard: str) -> dict[str, Any]:
 
 
 def dump_index(index: Mapping[str, Any]) -> bytes:
-    """Return the bytes of an index file; the same index gives the same bytes."""
+    """Return the bytes of an index file; the same index gives the same bytes. A delta has the shortest."""
+    if is_delta(index):
+        return json.dumps(index, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     return (json.dumps(index, indent=2, allow_nan=False) + "\n").encode()
 
 
