@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cwtrain.plugins import hookimpl
 
 if TYPE_CHECKING:
+    import click
+
     from cwtrain.models.sync import RolloutBackendFactory
-    from cwtrain_rollout.protocol import RolloutBackend
 
 
 @hookimpl
-def cwtrain_register_rollout_backend() -> RolloutBackendFactory:
-    """Offer the sampler of this distribution as the backend `openai`."""
+def cwtrain_register_rollout_backend() -> list[RolloutBackendFactory]:
+    """Offer the backends `dedicated`, `openai` and `serverless`."""
     from cwtrain.models.sync import RolloutBackendFactory
 
-    return RolloutBackendFactory(
-        name="openai",
-        distribution="cwtrain-rollout",
-        create=_create,
-        help="any OpenAI-compatible /completions endpoint, by its base URL",
-    )
+    about = {
+        "dedicated": "a Dedicated Inference deployment, by its id: gateway, model, key, replicas, weight versions",
+        "openai": "any OpenAI-compatible /completions endpoint, by its base URL",
+        "serverless": "chat completions of a wandb artifact: evaluation and looking, no training",
+    }
+    return [
+        RolloutBackendFactory(name=name, distribution="cwtrain-rollout", create=_maker(name), help=text)
+        for name, text in about.items()
+    ]
 
 
-def _create(**settings: Any) -> RolloutBackend:
-    from cwtrain_rollout.config import RolloutConfig
-    from cwtrain_rollout.sampler import Sampler
+@hookimpl
+def cwtrain_register_commands(cli: click.Group) -> None:
+    """Add `cwtrain rollout`."""
+    from cwtrain_rollout.command import rollout
 
-    return Sampler(RolloutConfig.from_env(**settings))
+    cli.add_command(rollout)
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    def create(**settings: Any) -> Any:
+        from cwtrain_rollout import backends
+
+        return getattr(backends, name)(**settings)
+
+    return create

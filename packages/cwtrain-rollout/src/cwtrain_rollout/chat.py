@@ -1,0 +1,218 @@
+"""Chat completions: messages in, text out. For evaluation and looking at a model; nothing here can be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import secrets
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import msgspec
+
+from cwtrain_rollout._group import all_or_nothing
+from cwtrain_rollout._http import HttpTransport
+from cwtrain_rollout.admission import Admission
+from cwtrain_rollout.config import RolloutConfig
+from cwtrain_rollout.errors import RolloutError, RolloutExhaustedError, RolloutRequestError
+from cwtrain_rollout.parsing import excerpt
+from cwtrain_rollout.protocol import Group, SampledGroup, SamplingParams
+from cwtrain_rollout.transport import NoAnswer, Reply, Transport
+from cwtrain_rollout.window import AdaptiveWindow, FixedWindow
+
+__all__ = ["ChatAnswer", "ChatSampler", "Conversation"]
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with a role and its content."""
+
+_REFUSALS = (408, 425, 429, 503)
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+@attrs.frozen(kw_only=True)
+class ChatAnswer:
+    """One answer to a conversation."""
+
+    text: str
+    finish_reason: str
+    request_id: str
+
+
+class ChatSampler:
+    """Asks a ``/chat/completions`` endpoint; every answer is a request of its own.
+
+    Refusals and bad answers are waited out as the sampler does it. ``sample`` refuses: an endpoint without
+    ``/completions`` takes no token ids and gives neither ids nor log-probs of what it sampled.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        transport: Transport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self._transport = transport if transport is not None else HttpTransport(config, path="chat/completions")
+        fixed = config.fixed_concurrency
+        window = FixedWindow(fixed) if fixed else AdaptiveWindow(maximum=config.concurrency_max)
+        self._admission = Admission(window, clock, sleep)
+        self._clock, self._sleep = clock, sleep
+        self._rng = random.Random(secrets.randbits(64))  # noqa: S311 - jitter
+
+    async def chat(
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        n: int = 1,
+        max_tokens: int = 1024,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+    ) -> list[tuple[ChatAnswer, ...]]:
+        """Return ``n`` answers to each conversation, in order. Raises ``RolloutError``."""
+        body = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        if stop:
+            body["stop"] = list(stop)  # type: ignore[assignment]
+        flat = await all_or_nothing([self._ask(body, messages) for messages in conversations for _ in range(n)])
+        return [tuple(flat[place * n : (place + 1) * n]) for place in range(len(conversations))]
+
+    async def evaluate(
+        self,
+        conversations: Sequence[Conversation],
+        scorer: Callable[[Conversation, ChatAnswer], float | Awaitable[float]],
+        **options: Any,
+    ) -> float:
+        """Return the mean score of the answers; ``options`` are those of ``chat``."""
+        scores = []
+        for messages, answers in zip(conversations, await self.chat(conversations, **options), strict=True):
+            for answer in answers:
+                score = scorer(messages, answer)
+                scores.append(float(await score if inspect.isawaitable(score) else score))
+        return sum(scores) / len(scores) if scores else 0.0
+
+    async def sample(
+        self, groups: Sequence[Group], sampling: SamplingParams, *, cache_salt: str | None = None
+    ) -> list[SampledGroup]:
+        """Refuse: raises ``RolloutError`` with the reason."""
+        self._refuse()
+
+    def sample_groups(
+        self, groups: Sequence[Group], sampling: SamplingParams, *, cache_salt: str | None = None
+    ) -> list[SampledGroup]:
+        """Refuse: raises ``RolloutError`` with the reason."""
+        self._refuse()
+
+    async def aclose(self) -> None:
+        """Close the running event loop's connections."""
+        await self._transport.aclose()
+
+    def _refuse(self) -> NoReturn:
+        raise RolloutError(
+            f"{self.config.base_url} cannot give training samples: it publishes no /completions, takes no token ids, "
+            "and returns neither the ids that were sampled nor their log-probs",
+            hint="Train on a Dedicated Inference deployment (backend 'dedicated'); use this one for evaluation",
+        )
+
+    async def _ask(self, fields: Mapping[str, Any], messages: Conversation) -> ChatAnswer:
+        config, admission = self.config, self._admission
+        request_id = str(uuid.uuid4())
+        body = msgspec.json.encode({"model": config.model, "messages": list(messages), "n": 1, **fields})
+        first_failure: float | None = None
+        tries = bad = 0
+        await admission.acquire(1)
+        try:
+            epoch = admission.epoch()
+            while True:
+                probe = await admission.pass_gate()
+                told = False
+                try:
+                    reply, reason, refused = await self._post(body, request_id)
+                    told = True
+                    if refused:
+                        overload = reply is not None and reply.status in (429, 503)
+                        floor = reply.retry_after or 0.0 if reply is not None else 0.0
+                        admission.refused(
+                            epoch, floor=floor if floor <= config.deadline else 0.0, overload=overload, probe=probe
+                        )
+                    elif reply is not None and (found := _read(reply, request_id)):
+                        admission.answered(epoch, 1, reply.queue_seconds)
+                        return found
+                    else:
+                        admission.disappointed()
+                        bad, floor = bad + 1, 0.0
+                finally:
+                    if not told:
+                        admission.gave_up(probe=probe)
+                now = self._clock()
+                first_failure = now if first_failure is None else first_failure
+                tries += 1
+                pause = max(floor, min(10.0, 0.25 * 2 ** min(tries, 10)) * (0.5 + 0.5 * self._rng.random()))
+                if bad >= config.max_attempts or now - first_failure + pause > config.deadline:
+                    raise RolloutExhaustedError(
+                        f"{config.base_url}/chat/completions gave no answer in {tries} tries; last: {reason}; "
+                        f"the next try would be {pause:g} s away",
+                        bad_answers=bad,
+                        last=reason,
+                        request_id=request_id,
+                        hint="CWTRAIN_ROLLOUT_MAX_ATTEMPTS and CWTRAIN_ROLLOUT_DEADLINE allow more",
+                    )
+                await self._sleep(pause)
+        finally:
+            admission.release(1)
+
+    async def _post(self, body: bytes, request_id: str) -> tuple[Reply | None, str, bool]:
+        """Return the reply, what is wrong with it in words, and whether that is a refusal; raises for final ones."""
+        config = self.config
+        headers = {"X-Request-Id": request_id}
+        if key := config.current_api_key():
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            reply = await self._transport.post(body, headers)
+        except NoAnswer as exc:
+            return None, str(exc), not exc.cut
+        words = f"HTTP {reply.status}: {config.without_key(excerpt(reply.body)) or '(an empty answer)'}"
+        if reply.status in _REFUSALS:
+            return reply, words, True
+        if not reply.good and (reply.status < 500 or reply.status == 501):
+            raise RolloutRequestError(
+                f"{config.base_url}/chat/completions refused a request for {config.model!r}: {words}",
+                status=reply.status,
+                answer=config.without_key(excerpt(reply.body)),
+                request_id=request_id,
+                hint="Check the key, the model's name and the base URL",
+            )
+        return reply, words, False
+
+
+def _read(reply: Reply, request_id: str) -> ChatAnswer | None:
+    """Return the answer in a reply; None where there is none to use."""
+    if not reply.good:
+        return None
+    try:
+        answer = msgspec.json.decode(reply.body, type=_Answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not answer.choices or answer.choices[0].finish_reason is None:
+        return None
+    choice = answer.choices[0]
+    return ChatAnswer(
+        text=choice.message.content or "", finish_reason=choice.finish_reason or "", request_id=request_id
+    )
