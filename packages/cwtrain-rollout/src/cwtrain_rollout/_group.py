@@ -27,6 +27,12 @@ _LONGEST_PAUSE = 10.0
 T = TypeVar("T")
 
 
+class _Cut(str):
+    """What is wrong with an answer that ended in the middle."""
+
+    __slots__ = ()
+
+
 @attrs.define(kw_only=True, eq=False)
 class Got:
     """A usable choice, and what was known when its request was sent and when it ended."""
@@ -127,7 +133,11 @@ class GroupRun:
                     admission.answered(epoch, len(ask.indices), outcome.queue_seconds)
                     return self._keep(ask, outcome, history, request_id)
                 else:
-                    admission.disappointed()
+                    if isinstance(outcome, _Cut):
+                        # It says nothing of who is there now: in an outage, what was under way ends like this.
+                        admission.gave_up(probe=probe)
+                    else:
+                        admission.disappointed()
                     return outcome
             finally:
                 if not told:
@@ -182,7 +192,7 @@ class GroupRun:
                     read = attrs.evolve(read, queue_seconds=reply.queue_seconds)
         except NoAnswer as exc:
             engine.totals.transport_errors += 1
-            return str(exc) if exc.cut else Refusal(reason=str(exc))
+            return _Cut(exc) if exc.cut else Refusal(reason=str(exc))
         except BadAnswer as exc:
             return str(exc)
         except UnfitAnswer as exc:
