@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import attrs
@@ -264,3 +265,52 @@ def test_a_run_without_an_id_gets_one_and_is_warned(scene, caplog):
     publisher = scene.publisher(run_id=None)
     assert publisher.run_id.startswith("updates-20")
     assert "CWTRAIN_HOTLOAD_RUN_ID" in caplog.text
+
+
+def test_a_damaged_mirror_is_made_again_from_the_bucket_after_a_crash_of_the_machine(scene):
+    trainer, publisher = scene.trainer, scene.publisher()
+    publisher.baseline()
+    publisher.publish_directory(trainer.step())
+    publisher.close()
+    mirror = publisher.state_dir / "mirror"
+    for shard in mirror.glob("*.safetensors"):
+        real = shard.resolve()
+        real.write_bytes(real.read_bytes()[:-1] + b"?")
+    state = mirror / ".cwtrain-mirror" / "state.json"
+    value = json.loads(state.read_text())
+    state.write_text(json.dumps({**value, "boot_id": "another boot"}))
+    publisher = scene.publisher()
+    outcome = publisher.publish_directory(trainer.step())
+    assert scene.hot_load(outcome.identity).previous_identity == "run-v000001"
+    scene.check_served(trainer.tensors)
+
+
+def test_another_deployment_on_the_same_bucket_gets_the_base_without_an_upload(scene, common_gateway):
+    trainer, publisher = scene.trainer, scene.publisher()
+    publisher.baseline()
+    publisher.publish_directory(trainer.step())
+    publisher.close()
+    before = scene.objects("run-v000000/")
+    made = scene.service.deployment(common_gateway, scene.target["bucket"], hotLoad=scene.target)
+    scene.deployment_id = made["spec"]["id"]
+    trainer.restart()
+    publisher = scene.publisher()
+    publisher.baseline()
+    outcome = publisher.publish_directory(trainer.step())
+    assert scene.hot_loads() == [("run-v000000", "COMPLETED"), ("run.2-v000001", "COMPLETED")]
+    assert outcome.kind is SnapshotChoice.DELTA
+    assert scene.objects("run-v000000/") == before
+    scene.check_served(trainer.tensors)
+    scene.service.ok("DELETE", f"/deployments/{scene.deployment_id}")
+
+
+def test_after_a_rollback_the_next_version_is_served_again(scene):
+    trainer, publisher = scene.trainer, scene.publisher()
+    publisher.baseline()
+    publisher.publish_directory(trainer.step())
+    publisher.publish_directory(trainer.step())
+    publisher.loader.rollback("run-v000001")
+    scene.check_served(trainer.at(1))
+    outcome = publisher.publish_directory(trainer.step())
+    assert outcome.kind is SnapshotChoice.DELTA
+    scene.check_served(trainer.tensors)

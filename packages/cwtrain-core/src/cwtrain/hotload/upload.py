@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, cast
 
 from cwtrain.config import StorageConfig
@@ -82,34 +83,33 @@ def upload_with_manifest(
     if max_bytes_per_second is None:
         max_bytes_per_second = StorageConfig.from_env().max_bytes_per_second
     files = files_for_upload(snapshot, identity)
-    with ThreadPoolExecutor(1, thread_name_prefix="cwtrain-checksums") as pool:
-        # Full checkpoints of a trainer carry no checksums. Theirs are computed while the files are being sent.
-        checksums = pool.submit(_checksums, snapshot)
+    # Full checkpoints of a trainer carry no checksums. Theirs are computed while the files are being sent.
+    checksums = _begin(lambda: _checksums(snapshot))
 
-        def write_manifest(digests: Mapping[str, ObjectDigest]) -> None:
-            manifest = build_manifest(
-                identity=identity,
-                objects=digests,
-                tensors=checksums.result(),
-                type="FULL" if snapshot.kind is SnapshotKind.FULL else "INCREMENTAL",
-                previous_identity=snapshot.previous_identity,
-                deployment_id=deployment_id,
-                run_id=run_id,
-                version=snapshot.version if version is None else version,
-            )
-            put_manifest(store, location, identity, manifest_to_bytes(manifest))
-
-        return upload_objects(
-            files,
-            store=store,
-            location=location,
+    def write_manifest(digests: Mapping[str, ObjectDigest]) -> None:
+        manifest = build_manifest(
             identity=identity,
-            workers=workers,
-            on_progress=on_progress,
+            objects=digests,
+            tensors=checksums.result(),
+            type="FULL" if snapshot.kind is SnapshotKind.FULL else "INCREMENTAL",
+            previous_identity=snapshot.previous_identity,
+            deployment_id=deployment_id,
             run_id=run_id,
-            before_index=write_manifest,
-            max_bytes_per_second=max_bytes_per_second,
+            version=snapshot.version if version is None else version,
         )
+        put_manifest(store, location, identity, manifest_to_bytes(manifest))
+
+    return upload_objects(
+        files,
+        store=store,
+        location=location,
+        identity=identity,
+        workers=workers,
+        on_progress=on_progress,
+        run_id=run_id,
+        before_index=write_manifest,
+        max_bytes_per_second=max_bytes_per_second,
+    )
 
 
 def put_manifest(store: ObjectStore, location: Location, identity: str, body: bytes) -> str:
@@ -139,6 +139,20 @@ def files_for_upload(snapshot: LocalSnapshot, identity: str) -> tuple[SnapshotFi
             hint="skip this version; the deployment already serves these weights",
         )
     return snapshots_index.files_for_upload(snapshot, identity)
+
+
+def _begin(call: Callable[[], Mapping[str, str]]) -> Future[Mapping[str, str]]:
+    """Begin ``call`` in a thread that keeps neither an error nor the end of the process waiting."""
+    future: Future[Mapping[str, str]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="cwtrain-checksums", daemon=True).start()
+    return future
 
 
 def _checksums(snapshot: LocalSnapshot) -> Mapping[str, str]:
