@@ -162,6 +162,7 @@ class Publisher:
         )
         self._feed = TensorFeed(self._numbered, TensorBase(tensor_base or "none"))
         self._mutex = threading.Lock()
+        self._closed = False
         self._thread: threading.Thread | None = None
         self._baseline_error: BaseException | None = None
 
@@ -296,12 +297,13 @@ class Publisher:
             self._numbered.finish(Budget(deadline, self._clock))
 
     def close(self) -> None:
-        """Let another process work with STATE_DIR. Waits for nothing; can be called twice."""
+        """Let another process work with STATE_DIR. Waits for nothing; can be called twice.
+
+        A baseline that is still on its way goes on, and STATE_DIR is let go when it ends.
+        """
+        self._closed = True
         if not self.baseline_running:
-            if self._follower is not None:
-                self._follower.close()
-            self._feed.close()
-        self._journal.close()
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -324,6 +326,12 @@ class Publisher:
     def _budget(self, deadline: float | None) -> Budget:
         return Budget(self.settings.deadline if self.settings.deadline is not None else deadline, self._clock)
 
+    def _let_go(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+        self._feed.close()
+        self._journal.close()
+
     def _start_baseline(self, wait_seconds: float) -> PublishOutcome:
         if self._thread is not None:
             self._thread.join()
@@ -337,6 +345,8 @@ class Publisher:
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the thread
                 self._baseline_error = error
                 _log.error("the base checkpoint could not be published: %s", error)
+            if self._closed:
+                self._let_go()
 
         # A daemon: a process whose main thread has ended must not stay for it. Nothing is lost, the next start goes on.
         self._thread = threading.Thread(target=work, name="cwtrain-baseline", daemon=True)
