@@ -327,7 +327,8 @@ def _check(
     with subprocess.Popen(
         command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         alarm = threading.Timer(LIMIT, child.kill)
         alarm.start()
         try:

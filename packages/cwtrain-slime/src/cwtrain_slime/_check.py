@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -26,6 +27,7 @@ from cwtrain_slime._findings import Finding, finding, ok
 if TYPE_CHECKING:
     from cwtrain.hotload import HotLoader, ProgressEvent
     from cwtrain.infra import InferenceClient
+    from cwtrain.models.service import HotLoad
     from cwtrain.models.snapshot import LocalSnapshot
 
 __all__ = ["CheckReport", "check_run"]
@@ -62,13 +64,15 @@ def check_run(
     environ: Mapping[str, str] | None = None,
     client: Callable[[], InferenceClient] | None = None,
     with_base: bool = False,
+    patience: float = 10.0,
     on_progress: Callable[[ProgressEvent], None] | None = None,
 ) -> CheckReport:
     """Return what is wrong with a run that is launched with ``words`` in ``environ``.
 
     ``words`` is the launch line, or only its flags. ``client`` makes the client for the service; it is called only when
-    the environment names a deployment and a token. ``with_base`` uploads and hot-loads the base checkpoint, if nothing
-    before it is an error; ``on_progress`` hears of that.
+    the environment names a deployment and a token. ``with_base`` uploads and hot-loads the base checkpoint, if
+    deployment, bucket and checkpoint are in order; ``on_progress`` hears of that. ``patience`` is how many seconds an
+    endpoint that does not answer is asked again.
     """
     environ = os.environ if environ is None else environ
     flags, findings = read_flags(dialect, words)
@@ -92,19 +96,13 @@ def check_run(
 
         with client() if client is not None else InferenceClient() as made:
             loader = HotLoader(made, settings.deployment_id, run_id=settings.run_id)
-            published = _service(dialect, flags, loader, settings, snapshot, environ, token, findings)
-            if with_base and snapshot is not None and published is None and _may_publish(findings):
-                publish_base(loader, settings, snapshot, on_progress=on_progress)
-                findings = [found for found in findings if found.name not in ("base-unpublished", "base-differs")]
-                published = base_identity(settings.run_id or "")
+            publish = partial(publish_base, on_progress=on_progress) if with_base else None
+            published = _service(
+                dialect, flags, loader, settings, snapshot, environ, token, findings, publish, patience
+            )
             if base is not None:
                 base["published"] = published is not None
     return CheckReport(trainer=dialect.name, findings=tuple(findings), base=base)
-
-
-def _may_publish(findings: Sequence[Finding]) -> bool:
-    """Return whether the base may be uploaded: what is wrong besides its own absence would be wrong after it."""
-    return ok(found for found in findings if not (found.name == "base-differs" and "not published" in found.message))
 
 
 def _service(
@@ -116,8 +114,13 @@ def _service(
     environ: Mapping[str, str],
     token: str,
     findings: list[Finding],
+    publish: Callable[[HotLoader, HotLoadConfig, LocalSnapshot], HotLoad] | None,
+    patience: float,
 ) -> str | None:
-    """Add what the service tells to ``findings`` and return the identity of the base once it is published and equal."""
+    """Add what the service tells to ``findings`` and return the identity of the base once it is published and equal.
+
+    ``publish`` publishes a base that is not: whatever the flags are, it is the same base.
+    """
     deployment, about = check_deployment(loader)
     findings += about
     if deployment is None:
@@ -127,9 +130,11 @@ def _service(
     findings += about_bucket
     if snapshot is not None and ok(about_bucket):
         published, about = check_published_base(loader, settings, snapshot)
+        if publish is not None and published is None and not any(found.name == "base-differs" for found in about):
+            published, about = publish(loader, settings, snapshot).identity, []
         findings += about
     if flags is not None:
-        findings += check_endpoint(dialect, flags, loader, environ, token)
+        findings += check_endpoint(dialect, flags, loader, environ, token, patience=patience)
     return published
 
 

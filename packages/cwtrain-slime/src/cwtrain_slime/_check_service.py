@@ -32,7 +32,6 @@ __all__ = [
 _PROMPT: Final = (1, 2, 3)
 """Token ids that every vocabulary has."""
 _ENDPOINT_SECONDS: Final = 60.0
-_RETRY_SECONDS: Final = 10.0
 
 
 def base_identity(run_id: str) -> str:
@@ -115,7 +114,7 @@ def check_published_base(
         fix = "upload it ahead of the run: run this check with --publish-base"
         what = f"the base ({gigabytes:.1f} GB) is not published as {identity}: the run's first call uploads it"
         if not settings.publish_baseline:
-            return None, [finding("base-differs", f"{what}, and CWTRAIN_HOTLOAD_PUBLISH_BASELINE=0 forbids that", fix)]
+            return None, [finding("base-absent", f"{what}, and CWTRAIN_HOTLOAD_PUBLISH_BASELINE=0 forbids that", fix)]
         return None, [finding("base-unpublished", what, fix)]
     except CWTrainError as exc:
         return None, [_said("bucket", exc, "look at the bucket: cwtrain hotload verify")]
@@ -175,11 +174,18 @@ def publish_base(
 
 
 def check_endpoint(
-    dialect: Dialect, flags: Mapping[str, Any], loader: HotLoader, environ: Mapping[str, str], token: str | None
+    dialect: Dialect,
+    flags: Mapping[str, Any],
+    loader: HotLoader,
+    environ: Mapping[str, str],
+    token: str | None,
+    *,
+    patience: float,
 ) -> list[Finding]:
     """Ask the deployment's endpoint for two small completions and return what is wrong with the answers.
 
     The endpoint, the model and the key are those of ``CWTRAIN_ROLLOUT_*``, else the deployment's own and the API token.
+    An endpoint that does not answer is asked again for ``patience`` seconds.
     """
     try:
         from cwtrain_rollout import RolloutConfig
@@ -187,7 +193,7 @@ def check_endpoint(
         return [finding("endpoint", "the sampler is not installed here", "pip install cwtrain-rollout")]
     overrides: dict[str, Any] = {
         "timeout": _ENDPOINT_SECONDS,
-        "deadline": _RETRY_SECONDS,
+        "deadline": patience,
         "max_attempts": 2,
         # The mode is found out here; the sampler is not to refuse anything for it.
         "logprobs_mode": "processed",

@@ -39,7 +39,7 @@ def _check_command(dialect: Dialect) -> click.Command:
         "--publish-base",
         "with_base",
         is_flag=True,
-        help="Upload and hot-load --hf-checkpoint now, if all else is well.",
+        help="Upload and hot-load --hf-checkpoint now, ahead of the run.",
     )
     @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="ARGS...")
     @pass_context
@@ -56,7 +56,7 @@ def _check_command(dialect: Dialect) -> click.Command:
             ctx.out.say(f"{found.level.value}: {found.message} [{found.name}]\n  fix: {found.fix}")
         ctx.out.data(report.to_json())
         if not report.ok:
-            raise SystemExit(1)
+            click.get_current_context().exit(1)
 
     check.help = f"""Find what will not work, or will be ignored, in a run of {name}, before a GPU is rented.
 

@@ -66,6 +66,7 @@ LEVELS: Final = {
     "bucket": Level.ERROR,
     "bucket-optional": Level.WARNING,
     "base-differs": Level.ERROR,
+    "base-absent": Level.ERROR,
     "base-unpublished": Level.WARNING,
     "endpoint": Level.ERROR,
     "log-probs": Level.ERROR,
