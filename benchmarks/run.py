@@ -84,7 +84,8 @@ def environment(place: Path, python: str, *packages: str) -> Path:
     if not (place / "bin/python").exists():
         subprocess.run(["uv", "venv", "-q", "--python", python, str(place)], check=True)
     command = ["uv", "pip", "install", "-q", "--python", str(place / "bin/python")]
-    subprocess.run([*command, "--reinstall-package", "cwtrain-core", *packages], check=True)
+    again = [word for name in ("cwtrain-core", "cwtrain-rollout") for word in ("--reinstall-package", name)]
+    subprocess.run([*command, *again, *packages], check=True)
     for unwanted in ("niquests", "awscrt"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({unwanted!r}) is not None)"
         subprocess.run([place / "bin/python", "-c", code], check=True)
@@ -95,7 +96,10 @@ def core() -> tuple[str, ...]:
     """Return the project's core with the extra `[fast]`, or until it has that, with what the extra is to bring."""
     path = ROOT / "packages/cwtrain-core"
     fast = "\nfast = " in (path / "pyproject.toml").read_text()
-    return (f"cwtrain-core[fast] @ {path.as_uri()}",) if fast else (f"cwtrain-core @ {path.as_uri()}", "zlib-ng")
+    rollout = f"cwtrain-rollout @ {(ROOT / 'packages/cwtrain-rollout').as_uri()}"
+    if fast:
+        return (f"cwtrain-core[fast] @ {path.as_uri()}", rollout)
+    return (f"cwtrain-core @ {path.as_uri()}", "zlib-ng", rollout)
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -420,8 +424,25 @@ def publish_rows(bench: Bench) -> Iterator[Row]:
 
 
 def sampler_rows(bench: Bench) -> Iterator[Row]:
-    """Rollout sampling."""
-    yield Row("sampler, CPU per token / per request", note="not built yet: the sampler is being rebuilt")
+    """Rollout sampling, by sampler.py beside this file: both clients against one server that does nothing else."""
+    import sampler
+
+    share = 4 if bench.size == "full" else 1
+    for metric, kind, groups, wanted, aim in (
+        ("sampler, CPU per token, large answers", sampler.LARGE, 16 * share, 4.5, 6),
+        ("sampler, CPU per request, small answers", sampler.SMALL, 2000 * share, 8, 13),
+    ):
+        row = Row(metric, at_least=wanted, aim=aim, verified="ids, log-probs and indices of every choice")
+        with sampler.sink(bench.ours, kind["tokens"]) as url:
+            bench.interleave(row, sampler.measure(bench.python, clean(), url, kind, groups))
+        work = groups * kind["n"] * (kind["tokens"] if kind is sampler.LARGE else 1)
+        per = {who: (row.middle(who) or 0.0) / work * 1e6 for who in ("ours", "peer")}
+        unit = "token" if kind is sampler.LARGE else "request"
+        row.note = f"microseconds per {unit}: the peer {number(per['peer'])}, ours {number(per['ours'])}"
+        if kind is sampler.SMALL:
+            seen = sampler.open_at_once(bench.ours, clean(), 1000)
+            row.note += f"; of 1,000 groups of one process {seen['peak']} were open at the server at once"
+        yield row
 
 
 ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
