@@ -18,11 +18,12 @@ BLOCK = 1 << 20
 
 
 class Sink:
-    """The state: objects by key, as (size, metadata, bytes where small), and the sizes in open uploads."""
+    """The state: objects by key, as (size, metadata, bytes up to ``kept_bytes``), and what is in open uploads."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self.kept_bytes = kept_bytes
         self.objects: dict[str, tuple[int, dict[str, str], bytes]] = {}
-        self.uploads: dict[str, tuple[dict[str, str], dict[int, int]]] = {}
+        self.uploads: dict[str, tuple[dict[str, str], dict[int, tuple[int, bytes]]]] = {}
         self.lock = threading.Lock()
 
     def serve(self, sock: socket.socket) -> None:
@@ -50,7 +51,7 @@ class Sink:
                 length = int(headers.get("x-amz-decoded-content-length", 0))
             else:
                 length = int(headers.get("content-length", 0))
-                if not _drop(sock, buffer, scratch, length, kept if length <= KEPT_BYTES else None):
+                if not _drop(sock, buffer, scratch, length, kept if length <= self.kept_bytes else None):
                     return
             with self.lock:
                 status, extra, body = self.answer(method, target, headers, length, bytes(kept))
@@ -82,10 +83,11 @@ class Sink:
             return 200, {}, f"<R><UploadId>{upload_id}</UploadId></R>".encode()
         if method == "POST":
             metadata, parts = self.uploads.pop(upload_id)
-            self.objects[key] = (sum(parts.values()), metadata, b"")
+            size = sum(length for length, _ in parts.values())
+            self.objects[key] = (size, metadata, b"".join(parts[number][1] for number in sorted(parts)))
             return 200, {}, b'<R><ETag>"0"</ETag></R>'
         if method == "PUT" and upload_id:
-            self.uploads[upload_id][1][int(query["partNumber"])] = length
+            self.uploads[upload_id][1][int(query["partNumber"])] = (length, body)
             return 200, {"ETag": '"0"'}, b""
         if method == "PUT":
             if headers.get("if-none-match") == "*" and key in self.objects:

@@ -15,7 +15,7 @@ from cwtrain.storage.stream import StreamedObject, StreamUpload
 
 __all__ = ["ShardSink"]
 
-_FIRST_BYTES = 4 << 20
+_FIRST_BYTES = 1 << 20
 _TAIL = 8
 """A shard has at most one part in this many of what was sent before it, or the size of the first ones."""
 

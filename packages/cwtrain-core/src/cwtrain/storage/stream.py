@@ -47,6 +47,9 @@ UPLOAD_KEY = "cwtrain-upload"
 
 _MIB = 1 << 20
 _MOST_PARTS = 10_000
+_FIRST_BLOCKS = 8
+_IN_FLIGHT = 3
+"""The pool may have so many times the size of the object that is being made."""
 _GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 10.0
 _READ_BLOCK = 1 << 20
@@ -220,13 +223,18 @@ class StreamUpload:
         )
 
     def _take_block(self, asking: StreamedObject) -> memoryview:
-        """Return a free block; wait for one while the pool is in use."""
+        """Return a free block; wait for one while the pool is in use.
+
+        The pool grows with the objects: memory that is touched for the first time costs more than what is in it.
+        """
         size = self._sizes.block_bytes
         with self._hands.changed:
             self.check()
-            if asking.kept_bytes * 2 >= self._sizes.pool_bytes:
+            kept = asking.kept_bytes
+            if kept * 2 >= self._sizes.pool_bytes:
                 asking.keep_no_more()
-            if not self._free and self._made_bytes + size <= self._sizes.pool_bytes:
+            most = min(self._sizes.pool_bytes, max(_FIRST_BLOCKS * size, _IN_FLIGHT * kept))
+            if not self._free and self._made_bytes + size <= most:
                 self._made_bytes += size
                 return memoryview(fresh(size))
             if not self._free:
