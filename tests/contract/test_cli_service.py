@@ -45,6 +45,11 @@ def test_create_tells_the_id_first_and_prints_endpoints(api):
     assert api.paths("POST") == ["/deployments"]
 
 
+def test_a_blank_id_is_none_and_the_one_that_is_sent_is_told(api):
+    done = run("deployment", "create", "--file", "-", env=api.env, stdin='{"id": "", "name": "x", "gatewayIds": ["g"]}')
+    assert f"creating deployment {done.data['id']}\n" in done.err
+
+
 def test_create_and_wait_prints_the_id_alone_with_output_id(api):
     done = run(
         "deployment", "create", "--file", "-", "--wait", "-o", "id", env=api.env, stdin='{"id": "mine", "name": "x"}'
@@ -305,6 +310,9 @@ def test_doctor_warns_about_a_clock_that_is_off():
 
 
 def test_doctor_works_with_nothing_set_and_nothing_reachable():
+    done = run("doctor", env={"COREWEAVE_API_URL": "http://127.0.0.1:9", "CWTRAIN_API_INSECURE": "maybe"})
+    told = [problem for problem in done.data["problems"] if "CWTRAIN_API_INSECURE" in problem]
+    assert len(told) == 1, "one problem, told once"
     report = run("doctor", env={"COREWEAVE_API_URL": "http://127.0.0.1:9"}).data
     assert report["endpoint"]["reachable"] is False
     assert report["bucket"] is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 
 import click
@@ -11,7 +13,7 @@ import pytest
 from cwtrain.cli._errors import report
 from cwtrain.cli._output import Output
 from cwtrain.cli._root import root
-from cwtrain.errors import APIError, ConfigError, SnapshotError
+from cwtrain.errors import APIError, ConfigError, SnapshotError, StorageRegionError
 from helpers.run_cli import run
 from helpers.snapshot_files import DELTA_METADATA, write_delta, write_full
 
@@ -58,6 +60,9 @@ TABLE = {
     "hotload list": {"--deployment": None, "--limit": 20},
     "hotload rollback": {"--deployment": ..., "--identity": ..., "--no-wait": True, "--timeout": 1800.0},
     "hotload verify": {"--deployment": ..., "--identity": ...},
+    "hotload chain": {"--deployment": ...},
+    "hotload gc": {"--deployment": ..., "--keep": ..., "--yes": False},
+    "hotload resume-info": {"--deployment": None, "--run": ...},
     "hotload check": {"--deployment": ...},
     "snapshot diff": {"--version": None, "--base-version": None, "--workers": None},
     "snapshot apply": {"--workers": None},
@@ -209,6 +214,9 @@ def create(text):
     [
         ("", "not JSON"),
         ("{", "not JSON"),
+        ('{"a": NaN}', "NaN is no number of JSON"),
+        ('{"a": ' * 100_000, "not JSON that can be sent"),
+        ('{"a": "\\ud800"}', "not UTF-8 text"),
         ('{"a": 1,\n "b"}', "line 2"),
         ("[1]", "must hold a JSON object, not an array"),
         ('"x"', "not a string"),
@@ -352,7 +360,13 @@ def test_reports_name_code_and_request_once():
 def test_exit_codes_of_errors():
     assert report(ConfigError("x")).exit_code == 2
     assert report(SnapshotError("x")).exit_code == 1
-    assert report(FileNotFoundError(2, "No such file", "/x")).text() == "error: /x: No such file"
+    assert (
+        report(FileNotFoundError(2, "No such file", "/x")).text() == "error: /x: No such file\n  next: check the path"
+    )
+    assert report(StorageRegionError("no region is set")).exit_code == 2
+    assert report(StorageRegionError("the store does not accept the region", status=400)).exit_code == 1
+    codes = (errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EIO)
+    assert all(report(OSError(code, os.strerror(code), "/x")).hint for code in codes)
     internal = report(KeyError("x"))
     assert internal.exit_code == 1
     assert "--verbose" in (internal.hint or "")

@@ -170,7 +170,12 @@ def test_a_loopback_service_is_never_asked_through_a_proxy():
 
 @pytest.mark.parametrize(
     ("scheme", "variable", "status"),
-    [("http", "HTTP_PROXY", 200), ("https", "HTTPS_PROXY", 503), ("http", "ALL_PROXY", 200)],
+    [
+        ("http", "HTTP_PROXY", 200),
+        ("https", "HTTPS_PROXY", 503),
+        ("https", "https_proxy", 503),
+        ("http", "ALL_PROXY", 200),
+    ],
 )
 def test_other_services_are_asked_through_the_proxy_of_the_environment(scheme, variable, status):
     no_proxies()

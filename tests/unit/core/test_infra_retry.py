@@ -110,6 +110,27 @@ def test_a_wish_beyond_the_budget_fails_at_once_with_the_reason():
     assert clock.slept == []
 
 
+def test_a_wish_at_the_end_of_the_budget_is_no_reason_of_its_own():
+    clock = VirtualClock()
+
+    def busy():
+        clock.seconds += 0.25  # so that the last try ends after the budget
+        raise errors.UnavailableError("busy", status=503)
+
+    with pytest.raises(errors.UnavailableError) as caught:
+        policy(clock).call(busy)
+    assert "asks to wait" not in str(caught.value)
+
+
+def test_who_waits_is_told_once_after_a_while(caplog):
+    clock = VirtualClock()
+    with caplog.at_level(logging.WARNING), pytest.raises(errors.UnavailableError):
+        policy(clock).call(Times(lambda: errors.UnavailableError("busy", status=503)))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "still failing after 6 s, tried for 54 s more"
+    ]
+
+
 @pytest.mark.parametrize("error", [errors.NotFoundError("x", status=404), KeyError("x"), KeyboardInterrupt()])
 def test_the_rest_is_raised_as_it_is(error):
     clock = VirtualClock()

@@ -246,7 +246,24 @@ def test_request_ids_and_hints():
     assert "support" in refused(400, "hot-load is not enabled for this organization").hint
     assert "full snapshot" in refused(400, "resolved snapshot chain is too long").hint
     assert "wait" in refused(501, "", where="POST /hotLoads/h-1:cancel").hint
-    assert all(refused(status, "").hint for status in (401, 403, 404, 429, 500, 503, 504))
+    assert all(refused(status, "").hint for status in (400, 401, 403, 404, 409, 412, 429, 499, 500, 501, 503, 504))
+    assert all(refused(400, {"code": code, "message": "no"}).hint for code in range(1, 17))
+
+
+@pytest.mark.parametrize(
+    ("where", "message", "next_step"),
+    [
+        ("GET /deployments/parameters", "gateway nope not found", "cwtrain gateway list"),
+        ("GET /hotLoads", "parentDeploymentId: must be a UUID", "cwtrain deployment list"),
+        ("POST /deployments", "gatewayIds[0]: there is no such gateway", "cwtrain gateway list"),
+        ("POST /deployments", "resources.gpuCount: must be 1, 2, 4, 8 or 16", "cwtrain deployment parameters"),
+        ("DELETE /gateways/g-1", "gateway g-1 is in use by 1 deployment(s)", "cwtrain deployment list"),
+        ("POST /hotLoads", "previousSnapshotIdentity 'x' is not a completed hot-load", "cwtrain hotload list"),
+    ],
+)
+def test_a_refusal_points_at_what_it_is_about(where, message, next_step):
+    code = 5 if "not found" in message else 3 if "must be" in message else 9
+    assert next_step in refused(400, {"code": code, "message": message}, where=where).hint
 
 
 def test_a_redirect_is_not_followed_and_says_where_to():

@@ -52,9 +52,11 @@ def _flush() -> None:
         return
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as exc:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        if isinstance(exc, BrokenPipeError):
+            raise
+        raise OSError(exc.errno, exc.strerror, "standard output") from exc
 
 
 def _interrupted(given: GlobalOptions, code: int, word: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import traceback
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import attrs
 import click
 
-from cwtrain.errors import APIError, ConfigError, CWTrainError
+from cwtrain.errors import APIError, ConfigError, CWTrainError, StorageRegionError
 
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "TERMINATED", "WRONG_USAGE", "Report", "Terminated", "report"]
 
@@ -82,7 +83,7 @@ def report(exc: BaseException, *, verbose: bool = False) -> Report:
     kind = type(exc).__name__
     notes = tuple(getattr(exc, "__notes__", ()))
     match exc:
-        case ConfigError():
+        case ConfigError() | StorageRegionError(status=None):  # a region that is not set is a setting, too
             return Report(
                 exit_code=WRONG_USAGE, message=str(exc), kind=kind, hint=exc.hint, notes=notes, traceback=trace
             )
@@ -103,7 +104,9 @@ def report(exc: BaseException, *, verbose: bool = False) -> Report:
                 exit_code=exc.exit_code, message=exc.format_message(), kind=kind, hint=_usage_hint(exc), traceback=trace
             )
         case OSError():
-            return Report(exit_code=FAILED, message=_os_message(exc), kind=kind, notes=notes, traceback=trace)
+            return Report(
+                exit_code=FAILED, message=_os_message(exc), kind=kind, hint=_os_hint(exc), notes=notes, traceback=trace
+            )
         case _:
             return Report(
                 exit_code=FAILED,
@@ -123,6 +126,20 @@ def _usage_hint(exc: click.ClickException) -> str | None:
         return str(hint)
     context = exc.ctx if isinstance(exc, click.UsageError) else None
     return f"{context.command_path} --help" if context is not None else None
+
+
+def _os_hint(exc: OSError) -> str:
+    match exc.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return "make room there, or write to another place; then run it again"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "give this user access to it, or choose another place"
+        case errno.ENOENT | errno.ENOTDIR | errno.EISDIR:
+            return "check the path"
+        case errno.EMFILE | errno.ENFILE:
+            return "raise the limit of open files (ulimit -n), then run it again"
+        case _:
+            return "put that right, then run it again; --verbose shows where it came from"
 
 
 def _os_message(exc: OSError) -> str:

@@ -127,17 +127,26 @@ def load_spec(path: str) -> dict[str, Any]:
     try:
         with click.open_file(path, "rb") as file:
             text = file.read().decode("utf-8-sig")
-        spec = json.loads(text)
-    except UnicodeDecodeError as exc:
+        spec = json.loads(text, parse_constant=_no_constant)
+        json.dumps(spec, ensure_ascii=False).encode()  # half a character, spelt as an escape, is no text either
+    except UnicodeError as exc:
         raise _bad_file(f"{where} is not UTF-8 text") from exc
     except json.JSONDecodeError as exc:
         raise _bad_file(f"{where} is not JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}") from exc
+    except (ValueError, RecursionError) as exc:  # NaN, a number of thousands of digits, a thousand brackets
+        raise _bad_file(f"{where} is not JSON that can be sent: {exc}") from exc
+    except RuntimeError as exc:  # click's word for a standard input that is closed
+        raise _bad_file(f"{where} is closed; give it the spec, or the path of a file") from exc
     if not isinstance(spec, dict):
         raise _bad_file(f"{where} must hold a JSON object, not {_json_kind(spec)}")
     left = [f"{place} ({value})" for place, value in _strings(spec) if _PLACEHOLDER.search(value)]
     if left:
         raise _bad_file(f"{where} still has placeholders: {', '.join(left)}")
     return spec
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _strings(value: Any, place: str = "$") -> Iterator[tuple[str, str]]:

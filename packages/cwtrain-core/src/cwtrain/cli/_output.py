@@ -92,7 +92,12 @@ class Output:
 
 def _write(text: str) -> None:
     # Bytes, so that neither the locale nor a file name that is no UTF-8 can break the output.
-    click.echo(text.encode("utf-8", errors="backslashreplace"), nl=False)
+    try:
+        click.echo(text.encode("utf-8", errors="backslashreplace"), nl=False)
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        raise OSError(exc.errno, exc.strerror, "standard output") from exc
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def create_resource(
     The id is chosen and told here, before anything is asked of the service: whatever happens from then on, an answer
     that never comes included, the person knows what to look for.
     """
-    resource_id = str(spec.setdefault("id", str(uuid.uuid4())))
+    spec["id"] = spec.get("id") or str(uuid.uuid4())
+    resource_id = str(spec["id"])
     maybe = f"{what} {resource_id} may exist; look with: cwtrain {what} get {resource_id}"
     ctx.still_running(maybe)
     ctx.out.say(f"creating {what} {resource_id}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
@@ -28,6 +28,8 @@ _LIBRARIES = (
     "stamina",
     "zstandard",
 )
+_SECONDS = 10.0
+"""What one question to the API may take: a report is wanted now, also while nothing answers."""
 _SKEW_SECONDS = 60.0
 """A clock that is off by more is worth a word; S3 refuses requests from a clock 900 s off."""
 
@@ -52,7 +54,7 @@ def doctor(ctx: Context) -> None:
         "storage": _storage(),
         "bucket": _bucket(ctx),
     }
-    report["problems"] = list(_problems(report))
+    report["problems"] = _once(_problems(report))
     for problem in report["problems"]:
         ctx.out.say(f"problem: {problem}")
     ctx.out.data(report)
@@ -154,9 +156,15 @@ def _bucket(ctx: Context) -> dict[str, Any] | None:
 
     try:
         with ctx.client() as client:
-            return check_hot_load(client, deployment_id).to_json()
+            return check_hot_load(client.within(_SECONDS, retries=False), deployment_id).to_json()
     except CWTrainError as exc:
         return {"deployment": deployment_id, "result": "failed", "error": _words(exc)}
+
+
+def _once(problems: Iterable[str]) -> list[str]:
+    """Return the problems without those that another one says, too, and says more."""
+    found = list(dict.fromkeys(problems))
+    return [one for one in found if not any(other != one and other.startswith(one) for other in found)]
 
 
 def _problems(report: dict[str, Any]) -> Iterator[str]:

@@ -234,7 +234,8 @@ def _checked(field: attrs.Attribute[Any], value: Any, label: str, help_text: str
 
 def _refused(label: str, exc: ValueError, help_text: str) -> ConfigError:
     meaning = f" ({help_text})" if help_text else ""
-    return ConfigError(f"{label} {exc}{meaning}", hint=getattr(exc, "hint", None))
+    hint = getattr(exc, "hint", None) or f"correct {label.partition('=')[0]}, or leave it out"
+    return ConfigError(f"{label} {exc}{meaning}", hint=hint)
 
 
 def _missing(name: str, var: EnvVar | None) -> ConfigError:

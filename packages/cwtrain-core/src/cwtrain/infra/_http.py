@@ -214,7 +214,8 @@ class Http:
         if scheme is None:
             return ""
         host = urlsplit(proxies[scheme]).hostname or "a proxy"
-        return f"; it went through the proxy {host} of {scheme.upper()}_PROXY"
+        variable = f"{scheme}_proxy" if os.environ.get(f"{scheme}_proxy") else f"{scheme.upper()}_PROXY"
+        return f"; it went through the proxy {host} of {variable}"
 
     def _decoded(self, answer: bytes, status: int, headers: Mapping[str, str], where: str) -> dict[str, Any]:
         try:
@@ -232,6 +233,7 @@ class Http:
                 f"the answer is no JSON object (HTTP {status}, {where})",
                 status=status,
                 request_id=request_id_of(headers, (), self._scrub),
+                hint="check that COREWEAVE_API_URL is the API and no other server answers in its place",
             )
         return data
 
@@ -240,7 +242,10 @@ def _encoded(body: Mapping[str, Any], where: str) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (TypeError, ValueError) as exc:
-        raise ConfigError(f"the request is no JSON ({where}): {exc}") from exc
+        raise ConfigError(
+            f"the request is no JSON ({where}): {exc}",
+            hint="give text, finite numbers, true, false, null, lists and objects",
+        ) from exc
 
 
 def _tls(verify: bool | str) -> bool | ssl.SSLContext:

@@ -26,6 +26,8 @@ __all__ = ["RetryPolicy", "is_retryable"]
 T = TypeVar("T")
 
 logger = logging.getLogger("cwtrain.infra")
+_SILENCE = 5.0
+"""Seconds of failing tries after which a person who waits is told, once for each call."""
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -95,6 +97,7 @@ class _Run:
         self.began = policy.clock()
         self.tries = 0
         self.reason = ""
+        self.told = False
 
     def pause_after(self, error: Exception) -> bool | float:
         """Return the seconds until the next try, or False when there is none (stamina's back-off hook)."""
@@ -102,16 +105,21 @@ class _Run:
         if not isinstance(error, CWTrainError) or not is_retryable(error):
             return False
         policy = self.policy
-        left = policy.seconds - (policy.clock() - self.began)
+        spent = policy.clock() - self.began
+        left = policy.seconds - spent
+        if left <= 0:
+            return False
         floor = retry_floor(error)
         if floor > left:
-            self.reason = f"the service asks to wait {floor:g} s, which is more than the {max(0.0, left):.3g} s left"
-            return False
-        if left <= 0:
+            self.reason = f"the service asks to wait {floor:g} s, which is more than the {left:.3g} s left"
             return False
         growth = min(policy.longest_pause, policy.first_pause * 2.0 ** min(self.tries - 1, 16))
         pause = min(left, max(floor, growth) + policy.uniform(0, growth))  # the last try is at the very end
-        logger.info("try %d failed, next in %.2f s: %s", self.tries, pause, error)
+        if spent >= _SILENCE and not self.told:
+            self.told = True
+            logger.warning("still failing after %.0f s, tried for %.0f s more: %s", spent, left, error)
+        else:
+            logger.info("try %d failed, next in %.2f s: %s", self.tries, pause, error)
         if policy.sleep is None:
             return pause
         policy.sleep(pause)

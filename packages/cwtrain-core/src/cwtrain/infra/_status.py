@@ -193,7 +193,7 @@ def _read_json(data: Any) -> _Said:
     message = next((text for text in words if text), "")
     code = next((found for key in ("code", "status", "error") if (found := _code(inner.get(key)))), None)
     details = tuple(_detail(item) for item in inner.get("details") or () if isinstance(item, dict))[:_MOST_DETAILS]
-    parts = [message, *(text for item in details for text in _shown(item))]
+    parts = [message, *(text for item in details for text in _shown(item) if text not in message)]
     text = "; ".join(dict.fromkeys(part for part in parts if part))
     if not text and data and code is None:
         text = json.dumps(data)
@@ -347,25 +347,50 @@ def _redirect(status: int, headers: Mapping[str, str], where: str, scrub: Scrubb
     )
 
 
-def _hint(code: str, text: str, where: str, *, token_quoted: bool) -> str | None:
+def _hint(code: str, text: str, where: str, *, token_quoted: bool) -> str:
+    """Return the next step: what the words of the refusal suggest, or what its code does."""
     low = text.lower()
     if "not enabled for this organization" in low:
         return "ask CoreWeave support to turn hot-loads on, and give your organization id"
     if "chain is too long" in low:
         return "publish a full snapshot; it starts a new chain"
+    if "previoussnapshotidentity" in low:
+        return (
+            "give one that `cwtrain hotload list --deployment ID` shows as COMPLETED, or publish a full snapshot"
+        )
     if code == "unauthenticated":
         if token_quoted:
             return "the token begins and ends with a quote: take the quotes away"
         return "check that the token is a current CoreWeave API access token and belongs to this API"
     if code == "permission_denied":
         return "reads need the role Inference Viewer, writes Inference Admin; give the token's owner that role"
-    if code == "not_found":
-        kind = next((word for word in ("gateway", "deployment", "hotload") if f"/{word}s" in where.lower()), None)
-        return f"check the id; see what there is with: cwtrain {kind} list" if kind else "check the id"
-    if code == "unimplemented" and where.endswith(":cancel"):
-        return "the service cannot cancel yet: wait until the hot-load has ended, then start another"
     if code == "resource_exhausted":
         return "wait, or ask for a higher quota"
-    if code in ("unavailable", "internal", "deadline_exceeded", "unknown"):
-        return "try again later; if it stays, tell CoreWeave support the time and the request id"
-    return None
+    if code == "unimplemented":
+        if where.endswith(":cancel"):
+            return "the service cannot cancel yet: wait until the hot-load has ended, then start another"
+        return "the service does not offer this call yet: do without it, or ask CoreWeave support"
+    show = _what_there_is(low, where)
+    if code == "not_found":
+        return f"check the id{show}"
+    if code == "already_exists":
+        return f"choose another id or name{show}"
+    if code in ("invalid_argument", "out_of_range"):
+        kind = re.match(r"(?:POST|PATCH) /(deployment|gateway)s", where)
+        may = f"; what can be chosen shows: cwtrain {kind[1]} parameters" if kind else show
+        return f"correct what the service names{may}"
+    if code in ("failed_precondition", "aborted"):
+        return f"wait for what stands in the way, or end it, then try again{show}"
+    return "try again later; if it stays, tell CoreWeave support the time and the request id"
+
+
+def _what_there_is(low: str, where: str) -> str:
+    """Return the command that lists what the refused call was about: a field that it names, or what is in its path."""
+    path = where.lower()
+    if "gatewayid" in low or "/deployments/parameters" in path:
+        kind = "gateway"
+    elif "deploymentid" in low or (path.startswith("delete") and "/gateways" in path):
+        kind = "deployment"  # which deployment is meant, or uses the gateway
+    else:
+        kind = next((word for word in ("gateway", "deployment", "hotload") if f"/{word}s" in path), "")
+    return f"; see what there is with: cwtrain {kind} list" if kind else ""
