@@ -90,8 +90,16 @@ def run_demo(
         loader = HotLoader(client, deployment.id, s3=store, poll_interval=_POLL, timeout=_PATIENCE)
         sampler = Sampler(
             RolloutConfig(
-                base_url=endpoint, model=deployment.model_name, api_key=emulator.admin_token, deadline=_PATIENCE
-            )
+                base_url=endpoint,
+                model=deployment.model_name,
+                api_key=emulator.admin_token,
+                deadline=_PATIENCE,
+                replicas=config.replicas,
+                deployment_id=deployment.id,
+                poll=_POLL,
+            ),
+            name="dedicated",
+            client=client,
         )
         run = _Run(config, result, root, emulator, loader, sampler, trainer, side_files=base)
         run.publish_base()
@@ -141,9 +149,8 @@ class _Run:
         started = time.monotonic()
         policy, result = self.trainer.policy, self.result
         with _phase(result, "sample"):
-            groups = self.sampler.sample_groups(
-                self.task.prompts(step), self.task.sampling, cache_salt=self.served.id if self.served else None
-            )
+            # The salt is the sampler's business: it knows what the deployment serves.
+            groups = self.sampler.sample_groups(self.task.prompts(step), self.task.sampling, exact_version=True)
         with _phase(result, "learn"):
             mismatches, difference = check_logprobs(policy, groups)
             result.logprob_difference = max(result.logprob_difference, difference)
