@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
+from cwtrain.hotload._writer_arguments import encoders, kind_of, predecessor, side_directory, stream_sizes
 from cwtrain.hotload._writer_index import streamed_index
 from cwtrain.hotload._writer_receipts import ShardReceipt, WrittenSnapshot, check_receipts, written_snapshot
 from cwtrain.hotload._writer_shards import ShardSink
@@ -36,9 +37,8 @@ from cwtrain.hotload._writer_side import read_side_files
 from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.snapshots._inputs import tensor_input
-from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, worker_count
 from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
-from cwtrain.snapshots.identity import check_identity, check_previous_identity
+from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
 from cwtrain.storage.stream import StreamSizes, StreamUpload
@@ -46,9 +46,6 @@ from cwtrain.storage.stream import StreamSizes, StreamUpload
 __all__ = ["ShardReceipt", "SnapshotWriter", "WrittenSnapshot", "new_upload_id"]
 
 DEFAULT_MEMORY_BYTES = 320 << 20
-_MOST_WORKERS = 8
-_MIB = 1 << 20
-_LEAST_POOL_BYTES = 48 * _MIB
 _JOBS_A_WORKER = 3
 
 
@@ -99,7 +96,7 @@ class SnapshotWriter:
         sizes: StreamSizes | None = None,
     ) -> None:
         self.identity = check_identity(identity)
-        self.kind = _kind(kind)
+        self.kind = kind_of(kind)
         self._full = self.kind is SnapshotKind.FULL
         self._rank, self._ranks = rank, ranks
         if not 0 <= rank < ranks:
@@ -110,10 +107,10 @@ class SnapshotWriter:
                 hint="make one with new_upload_id() on rank 0 and give it to all ranks",
             )
         self.upload_id = upload_id or new_upload_id()
-        self.previous_identity = self._predecessor(base, previous_identity)
-        self._side_files = _side_files(side_files, needed=self._full and rank == 0)
-        count = _workers(workers, memory_bytes)
-        self._sizes = sizes or _sizes(memory_bytes, count)
+        self.previous_identity = predecessor(identity, base, previous_identity, full=self._full)
+        self._side_files = side_directory(side_files, needed=self._full and rank == 0)
+        count = encoders(workers, memory_bytes)
+        self._sizes = sizes or stream_sizes(memory_bytes, count)
         self._location, self._base, self._names = location, base, names
         self._run_id, self._deployment_id, self._version = run_id, deployment_id, version
         self._types: dict[str, TensorType] = {}
@@ -383,67 +380,3 @@ class SnapshotWriter:
             checksums = {name: written.checksums[name] for name in self._sink.weight_map}
             self._base.commit(identity or self.identity, version=version, checksums=checksums)
         self._done = True
-
-    def _predecessor(self, base: BaseTensors | None, given: str | None) -> str | None:
-        if self._full:
-            if given is not None:
-                raise ConfigError(f"{self.identity} is a full snapshot, previous_identity={given!r} is of a delta")
-            return None
-        if base is None:
-            raise ConfigError(
-                f"{self.identity}: a delta needs base=", hint="give what it applies to, or write a full snapshot"
-            )
-        previous = given if given is not None else base.identity
-        if previous is None or not base.types() or (base.identity is not None and base.identity != previous):
-            held = f"holds {base.identity!r}" if base.identity else "holds no whole version"
-            raise SnapshotError(
-                f"{self.identity}: the base {held}, so there is no delta on {given!r}",
-                hint="write a full snapshot with this base; it is filled by that",
-            )
-        if check_previous_identity(previous) == self.identity:
-            raise SnapshotError(
-                f"the delta cannot be published as {previous!r}, which it applies to itself",
-                hint="choose a new identity for each snapshot",
-            )
-        return previous
-
-
-def _kind(kind: SnapshotKind | str) -> SnapshotKind:
-    try:
-        return SnapshotKind(str(kind).upper())
-    except ValueError:
-        raise ConfigError(f"kind={kind!r} is neither 'full' nor 'delta'") from None
-
-
-def _side_files(path: str | os.PathLike[str] | None, *, needed: bool) -> str | None:
-    if path is None:
-        if needed:
-            raise ConfigError(
-                "a full snapshot needs side_files=", hint="give a directory with config.json, the tokenizer and so on"
-            )
-        return None
-    place = os.path.abspath(os.fspath(path))
-    if needed:
-        read_side_files(place, only_check=True)
-    return place if needed else None
-
-
-def _workers(workers: int | None, memory_bytes: int) -> int:
-    worker_count(workers)  # a wrong argument comes first
-    room = (memory_bytes - BASE_BYTES - _LEAST_POOL_BYTES) // WORKER_BYTES
-    if room < 1:
-        raise ConfigError(
-            f"memory_bytes={memory_bytes} is not enough to write a snapshot",
-            hint=f"give at least {BASE_BYTES + _LEAST_POOL_BYTES + WORKER_BYTES}, or leave it out",
-        )
-    return min(workers or min(_MOST_WORKERS, usable_cores()), room)
-
-
-def _sizes(memory_bytes: int, workers: int) -> StreamSizes:
-    """Return how the memory that the encoders leave is used."""
-    pool = memory_bytes - BASE_BYTES - workers * WORKER_BYTES
-    return StreamSizes(
-        pool_bytes=pool,
-        part_bytes=16 * _MIB if pool >= 128 * _MIB else 8 * _MIB,
-        single_bytes=64 * _MIB if pool >= 160 * _MIB else 16 * _MIB,
-    )

@@ -22,9 +22,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
-
-import attrs
 
 from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.storage._buffers import fresh
@@ -34,6 +31,7 @@ from cwtrain.storage._memory_body import MemoryBody
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
 from cwtrain.storage._open_uploads import UploadRecord, abort_left_open, abort_quietly
+from cwtrain.storage._streamed_object import StreamedObject, StreamSizes, sha256_of
 from cwtrain.storage.claim import Claim, read_claim, stream_claim, take_claim
 from cwtrain.storage.location import Location
 from cwtrain.storage.plan import SHA256_KEY, claim_name, claimed_by, conflict_error
@@ -45,26 +43,11 @@ __all__ = ["UPLOAD_KEY", "StreamSizes", "StreamUpload", "StreamedObject"]
 UPLOAD_KEY = "cwtrain-upload"
 """The user metadata with the id of the streamed upload that an object belongs to."""
 
-_MIB = 1 << 20
-_MOST_PARTS = 10_000
 _FIRST_BLOCKS = 8
 _IN_FLIGHT = 3
 """The pool may have so many times the size of the object that is being made."""
 _GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 10.0
-_READ_BLOCK = 1 << 20
-
-
-@attrs.frozen(kw_only=True)
-class StreamSizes:
-    """``pool_bytes`` of memory in blocks; objects up to ``single_bytes`` by one PUT, larger ones in parts."""
-
-    pool_bytes: int = 192 * _MIB
-    block_bytes: int = 4 * _MIB
-    part_bytes: int = 16 * _MIB
-    """At least 5 MiB, which S3 asks for; a multiple of the block."""
-    single_bytes: int = 64 * _MIB
-    """At least ``part_bytes``, and less than half the pool."""
 
 
 class StreamUpload:
@@ -84,7 +67,7 @@ class StreamUpload:
         upload_id: str,
         run_id: str | None = None,
         workers: int = 4,
-        sizes: StreamSizes = StreamSizes(),
+        sizes: StreamSizes = StreamSizes(),  # noqa: B008  (frozen)
         max_bytes_per_second: float | None = None,
         record_directory: str | None = None,
     ) -> None:
@@ -133,7 +116,7 @@ class StreamUpload:
 
     def digest_of(self, data: bytes) -> ObjectDigest:
         """Return size and SHA-256 of an object that is written later."""
-        return ObjectDigest(len(data), _sha256([data]))
+        return ObjectDigest(len(data), sha256_of([data]))
 
     def put_manifest(self, data: bytes) -> None:
         """Write the manifest of the identity and wait for it. One that is there must be the same."""
@@ -306,194 +289,3 @@ class StreamUpload:
         upload_id = one.upload_id
         if upload_id is not None and abort_quietly(self.store, one.key, upload_id):
             self._record.closed(upload_id)
-
-
-class StreamedObject:
-    """One object; see ``StreamUpload.begin``."""
-
-    def __init__(self, upload: StreamUpload, name: str, key: str, sizes: StreamSizes, hands: Hands) -> None:
-        self.name = name
-        self.key = key
-        self.size_bytes = 0
-        """Bytes that were written; with the head, once it is finished."""
-        self.upload_id: str | None = None
-        self.given_up = False
-        self.open = True
-        self._upload = upload
-        self._hands = hands
-        self._sizes = sizes
-        self._per_part = sizes.part_bytes // sizes.block_bytes
-        self._blocks: list[memoryview] = []  # of the part that grows; before there are parts, of everything
-        self._fill = 0  # bytes in the last one
-        self._parts: list[list[memoryview]] = []  # full ones, as long as they are kept
-        self._sent: list[bool] = []
-        self._etags: list[str] = []
-        self._left = 0
-        self._keep = True
-        self._hashed = False
-        self._opening = threading.Lock()
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of memory that it holds on to."""
-        return sum(len(block) for part in self._parts for block in part) + sum(map(len, self._blocks))
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``, which may be changed afterwards. Waits while the pool is in use."""
-        view = memoryview(data)
-        self.size_bytes += len(view)
-        while view:
-            if not self._blocks or self._fill == self._sizes.block_bytes:
-                self._next_block()
-            count = min(len(view), self._sizes.block_bytes - self._fill)
-            self._blocks[-1][self._fill : self._fill + count] = view[:count]
-            self._fill += count
-            view = view[count:]
-
-    def finish(self, head: bytes) -> None:
-        """Put ``head`` before everything and send what is left, in the background."""
-        self._upload.check()
-        self.size_bytes += len(head)
-        if self._blocks:
-            self._blocks[-1] = self._blocks[-1][: self._fill]
-        if not self._parts:
-            self._hands.submit(partial(self._put, [head, *self._blocks]))
-            return
-        if self._blocks:
-            self._end_part()
-        self._hands.submit(partial(self._send_first, head))
-
-    def _next_block(self) -> None:
-        full = len(self._blocks)
-        if self._parts:
-            if full == self._per_part:
-                self._end_part()
-        elif full * self._sizes.block_bytes >= self._sizes.single_bytes:
-            blocks, self._blocks = self._blocks, []
-            for begin in range(0, full, self._per_part):
-                self._blocks = blocks[begin : begin + self._per_part]
-                if len(self._blocks) == self._per_part:
-                    self._end_part()
-        self._blocks.append(self._upload._take_block(self))
-        self._fill = 0
-
-    def _end_part(self) -> None:
-        """Let the part that grew be sent; the first one is held back."""
-        number = len(self._parts)
-        if number == _MOST_PARTS:
-            raise StorageError(
-                f"{self.name} needs more than {_MOST_PARTS} parts", key=self.key, hint="give a larger part_bytes"
-            )
-        with self._hands.changed:
-            self._parts.append(self._blocks)
-            self._sent.append(False)
-            self._etags.append("")
-            self._left += 1
-        self._blocks = []
-        if number:
-            self._hands.submit(partial(self._send_part, number))
-
-    def keep_no_more(self) -> None:
-        """Give back what was sent, from now on at once; the object is read back for its SHA-256. Under the lock."""
-        self._keep = False
-        for number, sent in enumerate(self._sent):
-            if sent:
-                self._release(number)
-
-    def _release(self, number: int) -> None:
-        blocks, self._parts[number] = self._parts[number], []
-        self._upload._give_back([_whole(block) for block in blocks])
-
-    # -- in background threads -------------------------------------------------------------------------------------
-
-    def _put(self, pieces: list[bytes | memoryview]) -> None:
-        once = self._upload._begun()
-        sha256 = _sha256(pieces)
-        body = self._upload._body(pieces, sha256)
-
-        def write(if_absent: bool) -> None:
-            self._upload.store.put(self.key, body, metadata=self._upload._metadata(sha256), if_absent=if_absent)
-
-        once.write(self.key, write, lambda: self._upload._ours(self, sha256))
-        self._upload._arrived(self, sha256)
-        self._upload._give_back([_whole(piece) for piece in pieces[1:] if isinstance(piece, memoryview)])
-        self._blocks = []
-
-    def _opened(self) -> str:
-        """Return the id of the multipart upload, begun by whoever comes first."""
-        self._upload._begun()
-        with self._opening:
-            if self.upload_id is None:
-                record = self._upload._record
-                with record.opening(self.key) as asked:
-                    upload_id = self._upload.store.create_upload(self.key, metadata=self._upload._metadata(None))
-                    record.opened(self.key, upload_id, asked)
-                self.upload_id = upload_id
-            return self.upload_id
-
-    def _send_part(self, number: int) -> None:
-        self._send(number, self._parts[number])
-        with self._hands.changed:
-            if not self._keep or self._hashed:
-                self._release(number)
-
-    def _send_first(self, head: bytes) -> None:
-        """Hash everything, now that the header is known, and send the first part."""
-        sha256 = None
-        with self._hands.changed:
-            whole = self._keep
-        if whole:
-            sha256 = _sha256([head, *(block for part in self._parts for block in part)])
-            with self._hands.changed:
-                self._hashed = True
-                for number, sent in enumerate(self._sent):
-                    if sent:
-                        self._release(number)
-        with self._hands.changed:
-            # Sent last: whoever reads a part list sees that it is not complete.
-            self._hands.changed.wait_for(lambda: self._left == 1 or self._hands.stopped.is_set())
-        self._upload.check()
-        self._send(0, [memoryview(head), *self._parts[0]])
-        with self._hands.changed:
-            self._release(0)
-        self._complete(sha256)
-
-    def _send(self, number: int, pieces: list[memoryview]) -> None:
-        upload_id = self._opened()
-        etag = self._upload.store.upload_part(self.key, upload_id, number + 1, self._upload._body(pieces))
-        with self._hands.changed:
-            self._etags[number] = etag
-            self._sent[number] = True
-            self._left -= 1
-            self._hands.changed.notify_all()
-        if self.given_up:
-            self._upload._abort(self)  # this part arrived after the abort, and would be kept
-
-    def _complete(self, sha256: str | None) -> None:
-        upload_id = self.upload_id
-        assert upload_id is not None
-        store = self._upload.store
-
-        def write(if_absent: bool) -> None:
-            store.complete_upload(self.key, upload_id, self._etags, if_absent=if_absent)
-
-        once = self._upload._begun()
-        if once.write(self.key, write, lambda: self._upload._ours(self, sha256), multipart=True):
-            self._upload._record.closed(upload_id)
-        else:
-            self._upload._abort(self)  # the object is there; a refused Complete leaves the upload open
-        self.upload_id = None
-        self._upload._arrived(self, sha256)
-
-
-def _whole(block: memoryview) -> memoryview:
-    """Return the block that ``block`` is the beginning of."""
-    return memoryview(block.obj)
-
-
-def _sha256(pieces: Sequence[bytes | memoryview]) -> str:
-    state: Any = hashlib.sha256()
-    for piece in pieces:
-        for begin in range(0, len(piece), _READ_BLOCK):
-            state.update(piece[begin : begin + _READ_BLOCK])
-    return str(state.hexdigest())

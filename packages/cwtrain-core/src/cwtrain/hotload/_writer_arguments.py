@@ -1,0 +1,86 @@
+"""What the arguments of a ``SnapshotWriter`` come to, and which of them do not fit together."""
+
+from __future__ import annotations
+
+import os
+
+from cwtrain.errors import ConfigError, SnapshotError
+from cwtrain.hotload._writer_side import read_side_files
+from cwtrain.hotload.bases import BaseTensors
+from cwtrain.models.snapshot import SnapshotKind
+from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, worker_count
+from cwtrain.snapshots.identity import check_previous_identity
+from cwtrain.storage.stream import StreamSizes
+
+__all__ = ["encoders", "kind_of", "predecessor", "side_directory", "stream_sizes"]
+
+_MIB = 1 << 20
+_MOST_WORKERS = 8
+_LEAST_POOL_BYTES = 48 * _MIB
+
+
+def predecessor(identity: str, base: BaseTensors | None, given: str | None, *, full: bool) -> str | None:
+    """Return what a delta applies to, None for a full snapshot. Raises ConfigError, SnapshotError."""
+    if full:
+        if given is not None:
+            raise ConfigError(f"{identity} is a full snapshot, previous_identity={given!r} is of a delta")
+        return None
+    if base is None:
+        raise ConfigError(f"{identity}: a delta needs base=", hint="give what it applies to, or write a full snapshot")
+    previous = given if given is not None else base.identity
+    if previous is None or not base.types() or (base.identity is not None and base.identity != previous):
+        held = f"holds {base.identity!r}" if base.identity else "holds no whole version"
+        raise SnapshotError(
+            f"{identity}: the base {held}, so there is no delta on {given!r}",
+            hint="write a full snapshot with this base; it is filled by that",
+        )
+    if check_previous_identity(previous) == identity:
+        raise SnapshotError(
+            f"the delta cannot be published as {previous!r}, which it applies to itself",
+            hint="choose a new identity for each snapshot",
+        )
+    return previous
+
+
+def kind_of(kind: SnapshotKind | str) -> SnapshotKind:
+    """Return the kind that ``kind`` names."""
+    try:
+        return SnapshotKind(str(kind).upper())
+    except ValueError:
+        raise ConfigError(f"kind={kind!r} is neither 'full' nor 'delta'") from None
+
+
+def side_directory(path: str | os.PathLike[str] | None, *, needed: bool) -> str | None:
+    """Return the directory of side files where they are ``needed``, after a look into it."""
+    if path is None:
+        if needed:
+            raise ConfigError(
+                "a full snapshot needs side_files=", hint="give a directory with config.json, the tokenizer and so on"
+            )
+        return None
+    place = os.path.abspath(os.fspath(path))
+    if needed:
+        read_side_files(place, only_check=True)
+    return place if needed else None
+
+
+def encoders(workers: int | None, memory_bytes: int) -> int:
+    """Return how many threads encode: what fits in the memory beside the least that sending needs."""
+    worker_count(workers)  # a wrong argument comes first
+    room = (memory_bytes - BASE_BYTES - _LEAST_POOL_BYTES) // WORKER_BYTES
+    if room < 1:
+        raise ConfigError(
+            f"memory_bytes={memory_bytes} is not enough to write a snapshot",
+            hint=f"give at least {BASE_BYTES + _LEAST_POOL_BYTES + WORKER_BYTES}, or leave it out",
+        )
+    return min(workers or min(_MOST_WORKERS, usable_cores()), room)
+
+
+def stream_sizes(memory_bytes: int, workers: int) -> StreamSizes:
+    """Return how the memory that the encoders leave is used."""
+    pool = memory_bytes - BASE_BYTES - workers * WORKER_BYTES
+    return StreamSizes(
+        pool_bytes=pool,
+        part_bytes=16 * _MIB if pool >= 128 * _MIB else 8 * _MIB,
+        single_bytes=64 * _MIB if pool >= 160 * _MIB else 16 * _MIB,
+    )
