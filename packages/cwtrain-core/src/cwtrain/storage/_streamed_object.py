@@ -65,6 +65,11 @@ class StreamedObject:
         """Bytes of memory that it holds on to."""
         return sum(len(block) for part in self._parts for block in part) + sum(map(len, self._blocks))
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether it is too large for one PUT."""
+        return bool(self._etags)
+
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``, which may be changed afterwards. Waits while the pool is in use."""
         view = memoryview(data)

@@ -85,6 +85,7 @@ class StreamUpload:
         self._record = UploadRecord(store, location, identity, directory=record_directory)
         self._once: Once | None = None
         self._begin_lock = threading.Lock()
+        self._compared: set[str] = set()
         self._free: list[memoryview] = []
         self._made_bytes = 0
         self._objects: list[StreamedObject] = []
@@ -180,15 +181,14 @@ class StreamUpload:
 
     def _take_claim(self) -> bool:
         """Take the claim of all ranks, and return whether the store takes conditions."""
-        held = read_claim(self.store, self._location, self._identity)
-        if held is None and (found := self._listed()):
-            # Another rank may have begun since we looked for the claim.
-            held = read_claim(self.store, self._location, self._identity)
-            if held is None:
+        if found := self._listed():
+            # Another rank may have begun; whoever else it was, nothing is written.
+            claimed = read_claim(self.store, self._location, self._identity)
+            if claimed is None:
                 reasons = dict.fromkeys(found, "it stands there without a claim")
                 raise conflict_error(self._location, self._identity, reasons)
-        if held is not None and held.uuid != self._upload_id:
-            raise self._taken(held)
+            if claimed.uuid != self._upload_id:
+                raise self._taken(claimed)
         held, conditional = take_claim(self.store, self._location, self._identity, self._claim)
         if held.uuid != self._upload_id:
             raise self._taken(held)
@@ -264,7 +264,20 @@ class StreamUpload:
         return sha256 is not None and self._read_sha256(info.key) == sha256
 
     def _arrived(self, one: StreamedObject, sha256: str | None) -> None:
-        """Compare what the store kept with what was sent, and note the object's digest."""
+        """Note the object's digest. What the store kept is compared with what was sent, once for each way of sending.
+
+        Some stores keep a request's framing inside the object: then they do so with every object.
+        """
+        way = "parts" if sha256 is None or one.in_parts else "put"
+        if sha256 is None or way not in self._compared:
+            self._compare(one)
+            self._compared.add(way)
+        digest = ObjectDigest(one.size_bytes, sha256 or self._read_sha256(one.key))
+        with self._hands.changed:
+            self.digests[one.name] = digest
+            one.open = False
+
+    def _compare(self, one: StreamedObject) -> None:
         info = self.store.head(one.key)
         if info is None or info.size_bytes != one.size_bytes:
             kept = "nothing" if info is None else f"{info.size_bytes} bytes"
@@ -274,10 +287,6 @@ class StreamUpload:
                 key=one.key,
                 hint="make the client with cwtrain.storage.s3_client(), which adds no checksum trailers to bodies",
             )
-        digest = ObjectDigest(one.size_bytes, sha256 or self._read_sha256(one.key))
-        with self._hands.changed:
-            self.digests[one.name] = digest
-            one.open = False
 
     def _read_sha256(self, key: str) -> str:
         state = hashlib.sha256()
