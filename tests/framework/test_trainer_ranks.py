@@ -102,7 +102,8 @@ def test_thirty_versions_and_everything_that_happens_to_a_run(
 def test_nodes_that_share_no_disk(emulator: Any, deployment: dict[str, Any], model: Path, tmp_path: Path) -> None:
     """Each rank sends its own shards, rank 0 the index; miles with slime's path."""
     lives = [["baseline", "delta", "delta", "empty", "delta"], ["baseline", "delta", "delta"]]
-    plan = {"dialect": "miles", "path": "slime", "base": str(model), "lives": lives, "node_local": True}
+    path = "cwtrain.integrations.slime.hook"
+    plan = {"dialect": "miles", "hook": path, "base": str(model), "lives": lives, "node_local": True}
     run(plan, emulator, deployment, tmp_path, CWTRAIN_HOTLOAD_FULL_EVERY="0", CWTRAIN_HOTLOAD_MIRROR="0")
     for life in (0, 1):
         for rank in (0, 1):

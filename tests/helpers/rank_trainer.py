@@ -63,7 +63,7 @@ class Rank:
         self.dist, self.group = dist, group
         self.root = Path(plan["root"])
         node = f"node-{rank}" if plan.get("node_local") else "shared"
-        self.disk_dir = self.root / node / "updates"
+        self.disk_dir = Path(plan["disk_dir"]) if "disk_dir" in plan else self.root / node / "updates"
         self.base = Path(plan["base"])
         self.weights = self.root / "weights"
         self.number = 0
@@ -172,7 +172,10 @@ class Rank:
     def hook(self, *args):
         import importlib
 
-        importlib.import_module(f"cwtrain.integrations.{self.plan.get('path', self.plan['dialect'])}").hook(*args)
+        # As the trainers look a path up: import all but the last part, take that from the module.
+        path = self.plan.get("hook", f"cwtrain.integrations.{self.plan['dialect']}.hook")
+        module, _, name = path.rpartition(".")
+        getattr(importlib.import_module(module), name)(*args)
 
 
 def xxh3(raw):
@@ -242,7 +245,33 @@ def run_rank(plan, life, rank, steps):
 
 
 def main():
-    plan = json.loads(Path(sys.argv[1]).read_text())
+    live(json.loads(Path(sys.argv[1]).read_text()))
+
+
+def train_py(words):
+    """Be the trainer's ``train.py``: flags in, one life of the steps in STAND_IN_STEPS; the exit code is a run's."""
+    flags = {word: value for word, value in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+    root = os.environ["STAND_IN_ROOT"]
+    plan = {
+        "dialect": "miles" if "--update-weight-transfer-mode" in flags else "slime",
+        "world": 2,
+        "seed": 1,
+        "group_seconds": 30,
+        "root": root,
+        "base": flags["--hf-checkpoint"],
+        "disk_dir": flags["--update-weight-disk-dir"],
+        "hook": flags["--custom-update-weight-post-write-path"],
+        "encoding": flags["--update-weight-delta-encoding"],
+        "checksum": flags["--update-weight-delta-checksum"],
+        "lives": [os.environ["STAND_IN_STEPS"].split()],
+    }
+    live(plan)
+    seen = [json.loads(Path(root, f"seen-0-{rank}.json").read_text())["seen"] for rank in (0, 1)]
+    return 0 if seen == [plan["lives"][0]] * 2 else str(seen)
+
+
+def live(plan):
+    """Live the plan's lives, one after the other."""
     import torch
     import torch.distributed  # noqa: F401
 
