@@ -62,7 +62,7 @@ Answer = Body | Raw | Callable[[Body], "Body | Raw"]
 class CompletionsServer:
     """Gives `script` in turn, then what `rest` says.
 
-    `requests` and `headers` hold what came in, `peak` how many were in work at once; with `together` no answer is
+    `requests` and `headers` hold what came in, `connections` how many there were, `peak` how many were in work; with `together` no answer is
     given before so many are.
     """
 
@@ -70,13 +70,17 @@ class CompletionsServer:
         self.script, self.rest = list(script), rest
         self.requests: list[Body] = []
         self.headers: list[dict[str, str]] = []
-        self.running = self.peak = 0
+        self.running = self.peak = self.connections = 0
         self._lock = threading.Lock()
         self._barrier = threading.Barrier(together) if together else None
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                outer.connections += 1
+                super().setup()
 
             def do_POST(self) -> None:
                 outer._serve(self)

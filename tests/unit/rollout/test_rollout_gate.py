@@ -22,21 +22,25 @@ def test_retry_after_holds_back_everybody() -> None:
 
 def test_after_five_refusals_in_a_row_one_probe_at_a_time_goes_out() -> None:
     gate = Gate()
-    closed = [gate.refused(float(second)) for second in range(5)]
-    assert closed == [False] * 4 + [True]
+    for second in range(4):
+        gate.refused(float(second))
+    assert gate.closed_since is None
+    gate.refused(4.0)
+    assert gate.closed_since == 4.0
     now = 4.0 + gate.wait(4.0)
     assert gate.enter()
     assert gate.probing
     # What was under way before is refused as well, and says nothing new.
     assert not gate.refused(now, probe=False)
     assert gate.probing
-    pauses = []
+    pauses, told = [], []
     for _ in range(8):
-        gate.refused(now, probe=True)
+        told.append(gate.refused(now, probe=True))
         pauses.append(gate.wait(now))
         now += pauses[-1]
         assert not gate.probing
         assert gate.enter()
+    assert told == [True] + [False] * 7, "an outage is told once"
     assert pauses == sorted(pauses)
     assert pauses[-1] == 5.0, "so that an endpoint that comes back is found within seconds"
     assert gate.answered()

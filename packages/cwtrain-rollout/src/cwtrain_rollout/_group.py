@@ -121,13 +121,13 @@ class GroupRun:
                 outcome = await self._send(ask, seed, request_id, history)
                 told = True
                 if isinstance(outcome, Refusal):
-                    closed = admission.refused(
+                    outage = admission.refused(
                         epoch,
                         floor=outcome.floor if outcome.floor <= engine.config.deadline else 0.0,
                         overload=outcome.overload,
                         probe=probe,
                     )
-                    if closed:
+                    if outage:
                         engine.unavailable(outcome.reason)
                 elif isinstance(outcome, ReadAnswer):
                     admission.answered(epoch, len(ask.indices), outcome.queue_seconds)

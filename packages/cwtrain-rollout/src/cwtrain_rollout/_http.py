@@ -8,6 +8,7 @@ import datetime as dt
 import email.utils
 import ssl
 import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 
 import aiohttp
@@ -122,23 +123,13 @@ class HttpTransport:
             read_bufsize=_READ_BUFFER,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        keeper = self._keep(loop, session)
+        keeper = _keep(self._open, loop, session)
         with self._lock:
             self._open[loop] = _Open(session, keeper)
+        # A transport that is collected takes its sessions along: they are closed in their loop, where it still runs.
+        weakref.finalize(self, _close_later, loop, session)
         await anext(keeper)
         return session
-
-    async def _keep(
-        self, loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession
-    ) -> AsyncGenerator[None, None]:
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open.pop(loop, None)
-            await session.close()
-            # Connections close one turn of the loop later; without this turn they would be collected open.
-            await asyncio.sleep(0)
 
     @contextlib.contextmanager
     def _in_our_words(self, progress: _Progress) -> Iterator[None]:
@@ -177,13 +168,40 @@ class _Disconnected(Exception):
     """The connection ended before any byte of an answer."""
 
 
+async def _keep(
+    sessions: dict[asyncio.AbstractEventLoop, _Open], loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession
+) -> AsyncGenerator[None, None]:
+    """Wait for the end of the loop, and close its session then."""
+    try:
+        yield
+    finally:
+        sessions.pop(loop, None)
+        await session.close()
+        # Connections close one turn of the loop later; without this turn they would be collected open.
+        await asyncio.sleep(0)
+
+
+def _close_later(loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession) -> None:
+    """Close a session that nobody can use any more, from wherever its owner was collected."""
+    if session.closed:
+        return
+    if loop.is_running():
+        closing = session.close()
+        try:
+            loop.call_soon_threadsafe(lambda: _CLOSING.add(asyncio.ensure_future(closing, loop=loop)))
+        except RuntimeError:  # it was closed in this moment
+            closing.close()
+            _discard(session)
+    else:
+        _discard(session)
+
+
+_CLOSING: weakref.WeakSet[asyncio.Future[None]] = weakref.WeakSet()
+
+
 def _discard(session: aiohttp.ClientSession) -> None:
-    """Let go of a session whose event loop was closed without a word; there is nobody left to close it properly."""
-    connector = session.connector
+    """Let go of a session whose event loop was closed without a word; nobody is left to close its connections."""
     session.detach()
-    if connector is not None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            connector.close()
 
 
 def _reply(response: aiohttp.ClientResponse, body: bytes) -> Reply:

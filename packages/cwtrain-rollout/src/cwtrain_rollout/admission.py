@@ -126,13 +126,13 @@ class Admission:
             self._woken(self.gate.answered())
 
     def refused(self, epoch: int, *, floor: float, overload: bool, probe: bool) -> bool:
-        """Note a refusal; an ``overload`` (429, 503) moves the window. Return True when that closed the gate."""
+        """Note a refusal; an ``overload`` (429, 503) moves the window. Return True once in an outage."""
         with self._lock:
             if overload:
                 self.window.refused(epoch)
-            closed = self.gate.refused(self.clock(), floor, probe=probe)
+            outage = self.gate.refused(self.clock(), floor, probe=probe)
             self._woken(probe)
-            return closed
+            return outage
 
     def gave_up(self, *, probe: bool) -> None:
         """Note a request that was cancelled."""

@@ -47,11 +47,13 @@ class Gate:
         return opened
 
     def refused(self, now: float, floor: float = 0.0, *, probe: bool = False) -> bool:
-        """Note a refusal that asked for ``floor`` seconds. Return True when that closed the gate."""
+        """Note a refusal that asked for ``floor`` seconds. Return True once in an outage: when the first probe fails."""
         self._refusals += 1
         self._held_until = max(self._held_until, now + floor)
         if self._refusals < _PATIENCE:
             return False
+        # A server that is only full refuses many in a row as well, until its next answer.
+        outage = probe and self._failed_probes == 1
         closed = self.closed_since is None
         if closed:
             self.closed_since = now
@@ -61,7 +63,7 @@ class Gate:
             self._failed_probes += 1
         if probe:
             self._probing = False
-        return closed
+        return outage
 
     def gave_up(self, *, probe: bool) -> None:
         """Note that a request ended without an outcome: it was cancelled."""
