@@ -277,16 +277,19 @@ class ServedWeights:
         self, history: History, base: Baseline | None, minimum: int | str | None, *, settled: bool
     ) -> str | None:
         """Return what is waited for, in words; None when there is nothing to wait for."""
-        if base is not None and not history.serves_at_least(base.identity, self.number):
-            if base.failed:
+        served = history.served
+        if base is not None:
+            # A run that begins again has a base older than what its first attempt left behind: only its own identity, or
+            # the publisher's word, says that it is there.
+            if base.under_way and (served is None or served.identity != base.identity):
+                return f"the base {base.identity!r} of the run is not served"
+            if base.failed and not history.serves_at_least(base.identity, self.number):
                 raise StaleWeightsError(
                     f"The base {base.identity!r} of the run was not published: {base.reason or base.state}",
                     wanted=base.identity,
                     served=history.served.identity if history.served else None,
                     hint="look at the trainer's log: it publishes the base at its first call",
                 )
-            if base.under_way:
-                return f"the base {base.identity!r} of the run is not served"
         if minimum is not None and not history.serves_at_least(minimum, self.number):
             found = history.find(minimum, self.number)
             if found is not None and found.failed:
