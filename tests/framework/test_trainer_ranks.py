@@ -69,8 +69,8 @@ def test_thirty_versions_and_everything_that_happens_to_a_run(
     dialect: str, emulator: Any, deployment: dict[str, Any], faults: Any, model: Path, tmp_path: Path
 ) -> None:
     """B05, B12, B29: full cuts, an empty version, restarts, a killed hook, a lost rank, a failed and a long publish."""
-    # The group gives up after 2 s, as gloo does after 30 min; version 4 takes longer than that.
-    faults.add("replica", "slow", on="load", seconds=3, identity="run-v000004", times=1)
+    # The group gives up after 4 s, as gloo does after 30 min; version 4 takes longer than that.
+    faults.add("replica", "slow", on="load", seconds=5, identity="run-v000004", times=1)
     # Both the delta and the full snapshot in its place fail to load: the run stops on all ranks.
     faults.add("replica", "damage", identity=r"run\.3-v000003.*")
     lives = [
@@ -79,7 +79,7 @@ def test_thirty_versions_and_everything_that_happens_to_a_run(
         ["baseline", *["delta"] * 3],
         ["baseline", *["delta"] * 7, "full", "delta", "delta"],
     ]
-    plan = {"dialect": dialect, "base": str(model), "lives": lives, "group_seconds": 2}
+    plan = {"dialect": dialect, "base": str(model), "lives": lives, "group_seconds": 4}
     run(plan, emulator, deployment, tmp_path, CWTRAIN_HOTLOAD_FULL_EVERY="5")
 
     assert seen(tmp_path, 0, 1)["seen"][-1]["error"] == "IntegrationError", "the rank beside the killed one is told"
