@@ -1,0 +1,68 @@
+"""The streaming writer's memory beside its base, and that sending begins while tensors are still coming."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from cwtrain.hotload import SnapshotWriter
+from cwtrain.storage import Location, MemoryStore
+from helpers.streamed import TINY, side_files
+
+MIB = 1 << 20
+BUDGET = 128 * MIB
+
+_CHILD = """
+import json, resource, sys
+import numpy as np
+from cwtrain.hotload import MemoryBase, SnapshotWriter, TensorType
+from cwtrain.storage import Location, MemoryStore
+
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+state = {f"t{number}": np.full(16 << 20, number, np.uint8) for number in range(8)}
+base, store = MemoryBase(), MemoryStore()
+base.begin(fill=True)
+for name, tensor in state.items():
+    base.declare(name, TensorType("U8", tensor.shape, tensor.nbytes))
+    base.write(name, 0, memoryview(tensor))
+base.commit("v0", checksums={})
+for tensor in state.values():
+    tensor[::200] += 1
+before = peak()
+with SnapshotWriter(store, Location("memory", "rl"), "v1", kind="delta", base=base, memory_bytes=%d) as writer:
+    for name, tensor in state.items():
+        writer.add(name, tensor)
+    written = writer.finalise([writer.close()])
+print(json.dumps({"grown": peak() - before, "changed": written.changed_tensors}))
+"""
+
+
+def test_a_delta_needs_no_more_than_its_budget_beside_the_base() -> None:
+    """128 MiB of tensors and as much of base, in tensors that are larger than a worker's buffers."""
+    done = subprocess.run([sys.executable, "-c", _CHILD % BUDGET], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["changed"] == 8
+    assert found["grown"] < BUDGET
+
+
+def test_sending_begins_while_tensors_are_still_coming(tmp_path: Path) -> None:
+    store = MemoryStore()
+    rng = np.random.default_rng(1)
+    sides = side_files(tmp_path / "sides")
+    with SnapshotWriter(
+        store, Location("memory", "rl"), "v1", kind="full", side_files=sides, sizes=TINY, shard_bytes=1000
+    ) as writer:
+        writer.add("first", rng.integers(0, 256, 5000, dtype=np.uint8))
+        deadline = time.monotonic() + 30
+        while "rl/v1/model-r00000-00000.safetensors" not in store.objects:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        writer.add("second", rng.integers(0, 256, 5000, dtype=np.uint8))
+        writer.finalise([writer.close()])
