@@ -36,7 +36,7 @@ def kill_publishers(seeds: Iterable[int], ends: Counter[str], *, versions: int) 
                 },
             )
             scene = Scene(emulator, deployment, api, root)
-            story = PublisherKills(scene, seed, versions=versions, lives=8, longest=4.0)
+            story = PublisherKills(scene, seed, versions=versions, lives=6, longest=4.0)
             try:
                 story.run()
             except AssertionError as error:
@@ -45,6 +45,7 @@ def kill_publishers(seeds: Iterable[int], ends: Counter[str], *, versions: int) 
             finally:
                 scene.close()
             ends.update(story.ends)
+            print(f"seed {seed}: {story.ends['killed']} kills, {len(wrong)} wrong so far", flush=True)
             api.ok("DELETE", f"/deployments/{scene.deployment_id}")
             shutil.rmtree(root, ignore_errors=True)
         api.close()

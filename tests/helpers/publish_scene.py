@@ -61,6 +61,10 @@ class Scene:
         )
         return InferenceClient(emulator.admin_token, base_url=emulator.base_url), s3
 
+    def options(self):
+        """What its publishers are made with besides."""
+        return {}
+
     def settings(self, **values):
         return HotLoadConfig(
             **{"deployment_id": self.deployment_id, "run_id": "run", "timeout": 60.0, "deadline": 90.0, **values}
@@ -78,6 +82,7 @@ class Scene:
             plugins=plugins or Plugins(),
             tensor_base=tensor_base,
             poll_interval=0.02,
+            **self.options(),
         )
         self._open.append(made)
         return made

@@ -9,7 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = "contract/test_publisher_faults.py"
 EMULATOR = "contract/test_publisher_emulator.py"
-TENSORS = "contract/test_publisher_tensors.py"
+RUNS = "unit/core/test_publisher_runs.py"
+TROUBLE = "unit/core/test_publisher_trouble.py"
+TENSORS = "unit/core/test_publisher_tensor_runs.py"
 KILLS = "e2e/test_publisher_kills.py"
 PROCESS = "e2e/test_publisher_process.py"
 
@@ -31,7 +33,7 @@ ROWS = {
         "test_a_restart_opens_an_epoch_uploads_no_base_and_chains_to_it",
     ),
     "The state directory is deleted, and the writer goes on with its numbers": (
-        EMULATOR,
+        RUNS,
         "test_a_writer_that_goes_on_finds_again_what_was_published",
     ),
     "The machine crashes, and the mirror on its disk is damaged": (
@@ -46,9 +48,9 @@ ROWS = {
         FAULTS,
         "test_a_delta_that_fails_on_one_replica_is_published_in_full_and_the_next_one_is_a_delta",
     ),
-    "A full snapshot fails in the engine as well": (FAULTS, "test_a_full_snapshot_that_fails_as_well_stops_the_run"),
+    "A full snapshot fails in the engine as well": (TROUBLE, "test_a_full_snapshot_that_fails_as_well_stops_the_run"),
     "A delta fails where the chain is never cut (`CWTRAIN_HOTLOAD_FULL_EVERY=0`)": (
-        FAULTS,
+        TROUBLE,
         "test_where_the_chain_is_never_cut_a_failed_delta_stops_the_run_and_nothing_moves_on",
     ),
     "With `CWTRAIN_HOTLOAD_WAIT=0` a hot-load fails after the call returned": (
@@ -73,7 +75,7 @@ ROWS = {
     ),
     "The bucket refuses writes": (FAULTS, "test_a_bucket_that_refuses_writes_stops_the_run_with_the_permission"),
     "The trainer deletes a version's directory while it is read": (
-        FAULTS,
+        TROUBLE,
         "test_a_directory_that_is_cleaned_up_while_it_is_read_is_an_error_that_a_retry_mends",
     ),
     "Another run's hot-load is under way on the deployment": (
@@ -85,7 +87,7 @@ ROWS = {
         "test_a_second_publisher_of_the_run_takes_it_over_and_the_first_sends_nothing_more",
     ),
     "The deployment is replaced by another one on the same bucket and prefix": (
-        EMULATOR,
+        RUNS,
         "test_another_deployment_on_the_same_bucket_gets_the_base_without_an_upload",
     ),
     "The deployment refuses a chain through the base, which it no longer serves": (
@@ -93,11 +95,11 @@ ROWS = {
         "test_a_deployment_that_refuses_a_chain_through_an_older_snapshot_loads_the_base_again_first",
     ),
     "The base checkpoint was changed under the same run id": (
-        FAULTS,
+        TROUBLE,
         "test_another_base_under_the_same_run_id_gets_a_name_of_its_own",
     ),
     "Weights were served that should not have been": (
-        EMULATOR,
+        RUNS,
         "test_after_a_rollback_the_next_version_is_served_again",
     ),
 }

@@ -1,0 +1,133 @@
+"""The publisher fed with tensors, without a server: bases, restarts, failures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cwtrain.errors import ConfigError, HotLoadFailedError, SnapshotConflictError
+from cwtrain.hotload import PublishState
+from cwtrain.models.sync import SnapshotChoice
+from cwtrain.plugins import hookimpl
+from helpers.memory_scene import MemoryScene
+from helpers.publish_scene import plugins_with
+from helpers.toy_model import Model
+
+
+@pytest.fixture
+def scene(tmp_path):
+    made = MemoryScene(tmp_path)
+    made.model = Model(tmp_path)
+    made.trainer.base = made.model.base
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def faults(scene):
+    return scene.faults
+
+
+def test_without_a_base_every_version_is_full(scene):
+    publisher = scene.publisher(tensor_base="none")
+    kinds = {publisher.publish_tensors(scene.model.train(), number=number).kind for number in (1, 2)}
+    assert kinds == {SnapshotChoice.FULL}
+    scene.check_served(scene.model.tensors)
+
+
+def test_a_published_base_is_what_the_first_delta_applies_to(scene):
+    publisher = scene.publisher(tensor_base="memory")
+    publisher.baseline()
+    outcome = publisher.publish_tensors(scene.model.train(), number=1)
+    assert scene.hot_load(outcome.identity).previous_identity == "run-v000000"
+    scene.check_served(scene.model.tensors)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["same disk", "empty disk"])
+def test_with_the_base_on_the_disk_a_restart_goes_on_with_a_delta(scene, lost):
+    """B47: on an empty disk the mirror is made again from the bucket, and the delta chains to its identity."""
+    model = scene.model
+    with scene.publisher(tensor_base="disk") as publisher:
+        assert publisher.publish_tensors(model.train(), number=1).kind is SnapshotChoice.FULL
+        assert publisher.publish_tensors(model.train(), number=2).kind is SnapshotChoice.DELTA
+    publisher = scene.publisher(tensor_base="disk", name="other" if lost else "state")
+    outcome = publisher.publish_tensors(model.train(), number=3)
+    assert outcome.kind is SnapshotChoice.DELTA
+    assert scene.hot_load(outcome.identity).previous_identity == "run-v000002"
+    assert outcome.epoch == (2 if lost else 1)
+    scene.check_served(model.tensors)
+
+
+def test_a_restart_with_the_base_in_memory_begins_in_full(scene):
+    """B47: the base is gone with the process; nothing is put on bytes that nobody has."""
+    model = scene.model
+    with scene.publisher(tensor_base="memory") as publisher:
+        publisher.publish_tensors(model.train(), number=1)
+    publisher = scene.publisher(tensor_base="memory")
+    assert publisher.publish_tensors(model.train(), number=2).kind is SnapshotChoice.FULL
+    scene.check_served(model.tensors)
+
+
+def test_with_wait_0_a_failed_delta_leads_to_a_full_snapshot(scene, faults):
+    model, publisher = scene.model, scene.publisher(tensor_base="memory", wait=False)
+    publisher.publish_tensors(model.train(), number=1)
+    faults.add("replica", "damage", identity="run-v000002", times=2)
+    assert publisher.publish_tensors(model.train(), number=2).state is PublishState.ACCEPTED
+    assert publisher.publish_tensors(model.train(), number=3).kind is SnapshotChoice.FULL
+    publisher.finish()
+    scene.check_served(model.tensors)
+
+
+def test_a_producer_that_fails_leaves_nothing_published_and_the_version_gets_another_name(scene):
+    model, publisher = scene.model, scene.publisher(tensor_base="memory")
+    publisher.publish_tensors(model.train(), number=1)
+    model.train()
+
+    def broken():
+        yield from list(model.arrays.items())[:2]
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publisher.publish_tensors(broken, number=2)
+    assert len(scene.hot_loads()) == 1
+    outcome = publisher.publish_tensors(lambda: model.arrays.items(), number=2)
+    assert outcome.kind is SnapshotChoice.FULL, "the base was half old and half new"
+    scene.check_served(model.tensors)
+    lower = publisher.publish_tensors(model.train(), number=1)
+    assert lower.identity == "run.2-v000001"
+    scene.check_served(model.tensors)
+
+
+def test_a_base_for_which_there_is_no_room_is_refused_at_the_start(scene, monkeypatch):
+    publisher = scene.publisher(tensor_base="memory")
+    huge = {"a.weight": np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 50,), (0,))}
+    with pytest.raises(ConfigError, match="memory") as caught:
+        publisher.publish_tensors(huge, number=1)
+    assert "disk" in caught.value.hint
+
+
+def test_a_veto_and_a_takeover_come_before_the_first_byte(scene):
+    class Veto:
+        @hookimpl
+        def cwtrain_before_publish(self, plan):
+            if plan.identity == "run-v000002":
+                raise RuntimeError(f"no {plan.kind} please")
+
+    publisher = scene.publisher(tensor_base="memory", plugins=plugins_with(Veto()))
+    publisher.publish_tensors(scene.model.train(), number=1)
+    before = scene.objects("")
+    with pytest.raises(RuntimeError, match="no DELTA please"):
+        publisher.publish_tensors(scene.model.train(), number=2)
+    assert scene.objects("") == before
+    scene.publisher(tensor_base="memory", name="second").publish_tensors(scene.model.arrays, number=1)
+    with pytest.raises(SnapshotConflictError, match="taken over"):
+        publisher.publish_tensors(scene.model.train(), number=3)
+
+
+def test_what_fails_twice_is_an_error(scene, faults):
+    publisher = scene.publisher(tensor_base="memory")
+    publisher.publish_tensors(scene.model.train(), number=1)
+    faults.add("replica", "damage", identity="run-v000002.*")
+    with pytest.raises(HotLoadFailedError):
+        publisher.publish_tensors(scene.model.train(), number=2)
+    assert publisher.state.acknowledged.identity == "run-v000001"
