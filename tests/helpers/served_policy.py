@@ -26,6 +26,7 @@ class Served:
     config: RolloutConfig
     policy: Policy
     hot_load_id: str
+    deployment_id: str
 
 
 def serve(emulator: Any, directory: Path, engine_config: dict[str, str]) -> Iterator[Served]:
@@ -75,4 +76,5 @@ def serve(emulator: Any, directory: Path, engine_config: dict[str, str]) -> Iter
                 ),
                 policy=Policy(model.tensors, 3),
                 hot_load_id=hot_load.id,
+                deployment_id=deployment.id,
             )

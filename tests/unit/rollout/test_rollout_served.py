@@ -12,6 +12,7 @@ import attrs
 import pytest
 
 from cwtrain.errors import ConfigError, PermissionDeniedError, UnavailableError
+from cwtrain.hotload.status import BaselineState, BaselineStatus
 from cwtrain.plugins import Plugins
 from cwtrain_rollout import (
     Group,
@@ -24,7 +25,7 @@ from cwtrain_rollout import (
     StaleWeightsError,
     WeightSpan,
 )
-from cwtrain_rollout.served import Baseline, FileSource, ServedWeights
+from cwtrain_rollout.served import FileSource, ServedWeights
 from cwtrain_rollout.spans import History, version_number
 from helpers.completions_server import CompletionsServer, Raw, good
 
@@ -35,12 +36,16 @@ def load(number: int, state: str = "COMPLETED", mark: str = "") -> Load:
     return Load(id=f"id-{number}{mark}", identity=f"run-v{number:06d}", state=state)
 
 
+def base(state: BaselineState, **more: Any) -> BaselineStatus:
+    return BaselineStatus(deployment_id="d-1", run_id="run", identity="run-v000000", state=state, **more)
+
+
 @attrs.define
 class Script:
     """A source that gives histories in turn (the last one for ever); an exception among them is raised."""
 
     steps: list[Any]
-    base: list[Baseline | None] = attrs.field(factory=lambda: [None])
+    base: list[BaselineStatus | None] = attrs.field(factory=lambda: [None])
     reads: int = 0
 
     def history(self) -> History:
@@ -50,7 +55,7 @@ class Script:
             raise step
         return History(tuple(step))
 
-    def baseline(self) -> Baseline | None:
+    def baseline(self) -> BaselineStatus | None:
         return self.base.pop(0) if len(self.base) > 1 else self.base[0]
 
 
@@ -141,7 +146,7 @@ def test_a_404_while_weights_change_is_waited_out_and_else_final() -> None:
 
 
 def test_the_base_of_a_run_is_waited_for() -> None:
-    coming = Baseline(identity="run-v000000", state="UPLOADING", run_id="run")
+    coming = base(BaselineState.PUBLISHING)
     old = load(7, mark="of the first attempt")
     script = Script([[old], [load(0, "IN_PROGRESS"), old], [load(0), old]], [coming])
     with CompletionsServer() as server:
@@ -149,8 +154,14 @@ def test_the_base_of_a_run_is_waited_for() -> None:
     assert group.samples[0].weights == WeightSpan(load(0), load(0))
 
 
+def test_a_base_that_is_served_is_not_waited_for_whatever_came_after_it() -> None:
+    done = base(BaselineState.SERVED)
+    with CompletionsServer() as server:
+        assert sampler(server, Script([[load(3)]], [done])).sample_groups([Group(prompt=[1])], PARAMS)
+
+
 def test_a_base_that_failed_is_an_error_with_its_reason() -> None:
-    failed = Baseline(identity="run-v000000", state="FAILED", reason="no room in the bucket")
+    failed = base(BaselineState.FAILED, error="no room in the bucket")
     with CompletionsServer() as server:
         with pytest.raises(StaleWeightsError, match="'run-v000000' of the run was not published: no room"):
             sampler(server, Script([[]], [failed])).sample_groups([Group(prompt=[1])], PARAMS)

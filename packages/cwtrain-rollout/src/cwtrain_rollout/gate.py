@@ -47,7 +47,7 @@ class Gate:
         return opened
 
     def refused(self, now: float, floor: float = 0.0, *, probe: bool = False) -> bool:
-        """Note a refusal that asked for ``floor`` seconds. Return True once in an outage: when the first probe fails."""
+        """Note a refusal that asked for ``floor`` seconds. Return True once in an outage, when a probe fails."""
         self._refusals += 1
         self._held_until = max(self._held_until, now + floor)
         if self._refusals < _PATIENCE:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import threading
 import time
@@ -24,42 +23,22 @@ from cwtrain.errors import (
     CWTrainError,
     NotFoundError,
     PermissionDeniedError,
-    StorageNotFoundError,
     UnauthenticatedError,
 )
 from cwtrain_rollout.errors import RolloutError, StaleWeightsError
 from cwtrain_rollout.spans import History, Load, version_number
 
 if TYPE_CHECKING:
+    from cwtrain.hotload.status import BaselineStatus
     from cwtrain.infra import InferenceClient
     from cwtrain.storage import ObjectStore
 
-__all__ = ["Baseline", "DeploymentSource", "FileSource", "ServedWeights", "Source"]
+__all__ = ["DeploymentSource", "FileSource", "ServedWeights", "Source"]
 
 log = logging.getLogger("cwtrain.rollout")
 
 _KEPT = 50
 """Hot-loads that are read at least, where there are so many: what may be waited for by name."""
-
-
-@attrs.frozen
-class Baseline:
-    """How the base of a run gets into the deployment, as its publisher says."""
-
-    identity: str
-    state: str
-    run_id: str = ""
-    reason: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether nobody is publishing it any more."""
-        return self.state.upper() in ("FAILED", "CANCELED")
-
-    @property
-    def under_way(self) -> bool:
-        """Whether it is to come."""
-        return not self.failed and self.state.upper() != "COMPLETED"
 
 
 class Source(Protocol):
@@ -69,7 +48,7 @@ class Source(Protocol):
         """Return the hot-loads, newest first."""
         ...
 
-    def baseline(self) -> Baseline | None:
+    def baseline(self) -> BaselineStatus | None:
         """Return how the base of the run gets there; None where nobody says."""
         ...
 
@@ -95,7 +74,7 @@ class DeploymentSource:
                 break
         return History(tuple(loads))
 
-    def baseline(self) -> Baseline | None:
+    def baseline(self) -> BaselineStatus | None:
         """Return what the publisher wrote; None without a bucket, an object, or leave to read it."""
         if self._no_status:
             return None
@@ -104,21 +83,13 @@ class DeploymentSource:
             if target is None or not target.bucket:
                 self._no_status = True
                 return None
+            from cwtrain.hotload.status import read_status
             from cwtrain.storage import Location, S3Store, s3_client
 
             if self.store is None:
                 self.store = S3Store(s3_client(), target.bucket)
-            key = Location(target.bucket, target.path_prefix).status_key(self.deployment_id)
-            found = json.loads(self.store.get(key))
-            return Baseline(
-                identity=str(found.get("identity") or ""),
-                state=str(found.get("state") or ""),
-                run_id=str(found.get("run") or found.get("run_id") or ""),
-                reason=str(found.get("reason") or found.get("error") or found.get("message") or ""),
-            )
-        except StorageNotFoundError:
-            return None
-        except (CWTrainError, ValueError, AttributeError) as exc:
+            return read_status(self.store, Location(target.bucket, target.path_prefix), self.deployment_id)
+        except CWTrainError as exc:
             self._no_status = True
             log.info("The status of a run's base cannot be read, and is not waited for: %s", exc)
             return None
@@ -165,7 +136,7 @@ class FileSource:
         ]
         return History(tuple(reversed(loads)))
 
-    def baseline(self) -> Baseline | None:
+    def baseline(self) -> BaselineStatus | None:
         """Nobody says."""
         return None
 
@@ -270,25 +241,26 @@ class ServedWeights:
                 )
             await self._sleep(max(0.01, self.due()))
             history = await self.fresh(self._clock())
-            if base is not None and base.under_way:
+            if base is not None and base.state == "publishing":
                 base = await asyncio.to_thread(self.source.baseline)
 
     def _missing(
-        self, history: History, base: Baseline | None, minimum: int | str | None, *, settled: bool
+        self, history: History, base: BaselineStatus | None, minimum: int | str | None, *, settled: bool
     ) -> str | None:
         """Return what is waited for, in words; None when there is nothing to wait for."""
         served = history.served
         if base is not None:
-            # A run that begins again has a base older than what its first attempt left behind: only its own identity, or
-            # the publisher's word, says that it is there.
-            if base.under_way and (served is None or served.identity != base.identity):
+            # A run that begins again has a base older than what its first attempt left behind: only its own identity,
+            # or the publisher's word, says that it is there.
+            if base.state == "publishing" and (served is None or served.identity != base.identity):
                 return f"the base {base.identity!r} of the run is not served"
-            if base.failed and not history.serves_at_least(base.identity, self.number):
+            if base.state == "failed" and not history.serves_at_least(base.identity, self.number):
                 raise StaleWeightsError(
-                    f"The base {base.identity!r} of the run was not published: {base.reason or base.state}",
+                    f"The base {base.identity!r} of the run was not published: {base.error or base.state}",
                     wanted=base.identity,
                     served=history.served.identity if history.served else None,
-                    hint="look at the trainer's log: it publishes the base at its first call",
+                    hint=base.hint
+                    or f"look at the trainer's log on {base.host}: it publishes the base at its first call",
                 )
         if minimum is not None and not history.serves_at_least(minimum, self.number):
             found = history.find(minimum, self.number)
