@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 from trainer_code import WORLD, Handle, Life, Ray, main
 
@@ -47,13 +48,12 @@ COMMON = {
 }
 
 
-def actor(module: ModuleType, args: Namespace, life: Life) -> Callable[[], None]:
+def actor(module: Any, args: Namespace, life: Life) -> Callable[[], None]:
     """Return ``update_weights`` of miles' actor, made as its ``init`` makes it for disk deltas."""
-    from miles.backends.megatron_utils.update_weight.update_weight_from_distributed import delta
-    from miles.utils import distributed_utils
+    delta: Any = import_module("miles.backends.megatron_utils.update_weight.update_weight_from_distributed.delta")
+    distributed_utils = import_module("miles.utils.distributed_utils")
 
-    for place in (module, delta):
-        place.ray = Ray
+    module.ray = delta.ray = Ray
     module.print_memory = lambda *words, **more: None
     first = Namespace(rank=0, size=1)
     delta.get_parallel_state = lambda: Namespace(intra_dp_cp=first, tp=first, pp=Namespace(rank=life.rank, size=WORLD))

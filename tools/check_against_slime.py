@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 from trainer_code import Handle, Life, Ray, main
@@ -57,13 +57,12 @@ LIVES = (
 COMMON = {"update_weight_mode": "delta", "update_weight_transport": "disk"}
 
 
-def actor(module: ModuleType, args: Namespace, life: Life) -> Callable[[], None]:
+def actor(module: Any, args: Namespace, life: Life) -> Callable[[], None]:
     """Return ``update_weights`` of slime's actor, made as its ``init`` makes it for disk deltas."""
-    from slime.backends.megatron_utils.update_weight import update_weight_from_disk_delta as delta
-    from slime.utils import distributed_utils
+    delta: Any = import_module("slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta")
+    distributed_utils = import_module("slime.utils.distributed_utils")
 
-    for place in (module, delta):
-        place.ray = Ray
+    module.ray = delta.ray = Ray
     module.print_memory = lambda *words, **more: None
     megatron: Any = sys.modules["megatron.core"]
     mpu = megatron.mpu = delta.mpu = Namespace(

@@ -63,13 +63,13 @@ NAMES: dict[str, list[str]] = {
         "UnavailableError",
     ],
     "cwtrain.integrations.rollout": ["RolloutConfig", "Sampler"],
+    "cwtrain.integrations.slime": ["hook"],
+    "cwtrain.integrations.miles": ["hook"],
     "cwtrain.integrations.preflight": ["main"],
     "cwtrain_emulator": ["Emulator"],
 }
 
 LATER: dict[str, list[str]] = {
-    "cwtrain.integrations.slime": ["hook"],
-    "cwtrain.integrations.miles": ["hook"],
     "cwtrain.integrations.nemo_rl": [
         "CoreWeaveGeneration",
         "HotLoadWeightSynchronizer",

@@ -143,7 +143,7 @@ class Handle:
 
 # One life of the trainer ---------------------------------------------------------------------------------------------
 
-Actor = Callable[[types.ModuleType, Namespace, "Life"], Callable[[], None]]
+Actor = Callable[[Any, Namespace, "Life"], Callable[[], None]]
 """From the actor's module, arguments and a life to what one call of the actor's ``update_weights`` is."""
 
 

@@ -18,8 +18,6 @@ ALIASES = {
     "rollout": ("cwtrain_rollout", "cwtrain-rollout"),
 }
 NOT_YET = [
-    ("slime", "hook"),
-    ("miles", "hook"),
     ("nemo_rl", "CoreWeaveGeneration"),
     ("nemo_rl", "HotLoadWeightSynchronizer"),
     ("nemo_rl", "CoreWeaveDTensorPolicyWorker"),
@@ -89,4 +87,4 @@ def test_an_adapter_registers_itself_honestly(alias):
     found = {item.name: item for item in get_plugins().integrations()}
     assert found[alias].distribution == ALIASES[alias][1]
     assert found[alias].documented.startswith(f"cwtrain.integrations.{alias}.")
-    assert "not in this version yet" in found[alias].status
+    assert ("not in this version yet" in found[alias].status) == any(name == alias for name, _ in NOT_YET)

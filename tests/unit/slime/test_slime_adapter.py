@@ -162,7 +162,7 @@ def test_plugins_of_the_other_ranks_hear_of_the_files(tmp_path: Path) -> None:
 def test_the_hook_is_a_plain_function_that_needs_no_engines() -> None:
     assert isinstance(hook, types.FunctionType)
     with pytest.raises(IntegrationError):
-        hook(Namespace(), "/nowhere")
+        hook(Namespace(), "/nowhere", [])
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------

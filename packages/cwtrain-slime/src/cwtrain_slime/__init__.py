@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["hook"]
 
 
-def hook(args: Any, version_dir: str, rollout_engines: Any = None) -> None:
+def hook(args: Any, version_dir: str, rollout_engines: Any) -> None:
     """Publish what the trainer wrote at ``version_dir``; the trainer calls it, on every rank.
 
     ``args`` is the trainer's namespace; ``rollout_engines`` is not used, and may be empty. Returns when the version is
