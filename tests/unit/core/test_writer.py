@@ -361,6 +361,18 @@ def test_receipts_that_do_not_make_a_snapshot(store: MemoryStore, sides: Path) -
     assert "the receipt of rank 1 is of another snapshot (n4, another)" in attempt("n4", foreign)
 
 
+def test_ranks_whose_bases_differ(store: MemoryStore, sides: Path) -> None:
+    """One rank's base stayed at the version before: together they would be no version at all."""
+    states = [make_state(1), next_state(make_state(1), 2), next_state(make_state(1), 3)]
+    bases = [MemoryBase(), MemoryBase()]
+    write_ranks(store, "v0", states[0], bases, kind="full", side_files=sides)
+    stale = MemoryBase()
+    write_ranks(store, "w0", states[0], [MemoryBase(), stale], kind="full", side_files=sides)
+    with pytest.raises(SnapshotError, match="rank 1 wrote a delta on 'w0', not on 'v0'"):
+        write_ranks(store, "v1", states[1], [bases[0], stale], kind="delta")
+    assert INDEX not in names_in(store, PLACE, "v1")
+
+
 def test_a_tensor_that_two_ranks_add(store: MemoryStore, sides: Path) -> None:
     upload_id = new_upload_id()
     receipts = []
@@ -437,7 +449,7 @@ def test_a_tensor_that_does_not_fit_the_base(
         SnapshotWriter(store, PLACE, "v1", kind="delta", base=base) as writer,
     ):
         writer.add(name, tensor)
-    assert base.identity is None
+    assert base.identity == "v0"  # nothing was written to it yet
 
 
 def test_a_tensor_that_is_left_out_is_not_unchanged(store: MemoryStore, sides: Path) -> None:

@@ -25,6 +25,8 @@ class ShardReceipt:
     kind: SnapshotKind
     rank: int
     ranks: int
+    previous_identity: str | None = None
+    """What this rank's base holds, for a delta."""
     objects: Mapping[str, ObjectDigest] = attrs.field(factory=dict, repr=False)
     """Size and SHA-256 of its shards."""
     weight_map: Mapping[str, str] = attrs.field(factory=dict, repr=False)
@@ -79,6 +81,7 @@ def check_receipts(
     upload_id: str,
     kind: SnapshotKind,
     ranks: int,
+    previous_identity: str | None,
     expected: Collection[str] | None,
 ) -> None:
     """Raise SnapshotError with everything that is wrong: a rank that failed or is missing, tensors missing or twice."""
@@ -87,6 +90,8 @@ def check_receipts(
     for one in receipts:
         if (one.identity, one.upload_id, one.kind, one.ranks) != (identity, upload_id, kind, ranks):
             problems.append(f"the receipt of rank {one.rank} is of another snapshot ({one.identity}, {one.upload_id})")
+        if one.previous_identity != previous_identity:
+            problems.append(f"rank {one.rank} wrote a delta on {one.previous_identity!r}, not on {previous_identity!r}")
     seen = Counter(one.rank for one in receipts)
     if missing := sorted(set(range(ranks)) - seen.keys()):
         problems.append(f"there is no receipt of rank {', '.join(map(str, missing[:_EXAMPLES]))} of {ranks}")

@@ -79,14 +79,15 @@ class MemoryBase:
     """The bytes of the last version in this process: as much memory as the tensors have, and no more while writing.
 
     It begins empty: write a full snapshot with it first. Or fill it from what the deployment serves already
-    (``load``). After a failure it is empty again.
+    (``load``). After a failure it is empty again, if anything was written to it by then.
     """
 
     def __init__(self) -> None:
         self._types: dict[str, TensorType] = {}
         self._data: dict[str, memoryview] = {}
         self._identity: str | None = None
-        self._filling = False
+        self._before: str | None = None
+        self._touched = False
 
     def __repr__(self) -> str:
         return f"MemoryBase({len(self._types)} tensors, {self.size_bytes} bytes, identity={self._identity!r})"
@@ -127,8 +128,8 @@ class MemoryBase:
 
     def begin(self, *, fill: bool) -> None:
         """Get ready for a new version."""
-        self._identity = None
-        self._filling = fill
+        self._before, self._identity = self._identity, None
+        self._touched = fill
         if fill:
             # Buffers of tensors that are there already are used again: the memory is never taken twice.
             self._types = {}
@@ -149,6 +150,7 @@ class MemoryBase:
 
     def write(self, name: str, start: int, data: memoryview) -> None:
         """Take new bytes."""
+        self._touched = True
         self._data[name][start : start + len(data)] = data
 
     def commit(self, identity: str, *, version: str | None = None, checksums: Mapping[str, str]) -> None:
@@ -158,9 +160,11 @@ class MemoryBase:
         self._identity = identity
 
     def abandon(self) -> None:
-        """Forget what the bytes are."""
-        self._identity = None
-        self._types = {}
+        """Forget what the bytes are, unless they are still the old ones."""
+        if self._touched:
+            self._types = {}
+        else:
+            self._identity = self._before
 
 
 class CheckpointBase:

@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
 from cwtrain.hotload._writer_arguments import encoders, kind_of, predecessor, side_directory, stream_sizes
 from cwtrain.hotload._writer_index import streamed_index
@@ -65,7 +66,8 @@ class SnapshotWriter:
 
     ``memory_bytes`` bounds what the process needs beside the base, the interpreter and its libraries included.
     ``workers`` threads encode and ``upload_workers`` send. ``shard_bytes`` is how large a shard gets before the next
-    one is begun (without it they grow to 64 MiB). ``sizes`` says how objects are cut, for tests.
+    one is begun (without it they grow to 64 MiB). ``max_bytes_per_second`` limits the bandwidth (without it
+    ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``sizes`` says how objects are cut, for tests.
 
     Raises ConfigError and SnapshotError for arguments that do not fit together. Nothing is written before the first
     shard is full, and then the claim comes first. Its methods are for one thread.
@@ -120,9 +122,10 @@ class SnapshotWriter:
         self._done = False
         self._began = self._last = time.perf_counter()
         self._spent = {"produce": 0.0, "add": 0.0, "close": 0.0}
-        if base is not None:
-            base.begin(fill=self._full)
-            self._types.update({} if self._full else base.types())
+        if max_bytes_per_second is None:
+            max_bytes_per_second = StorageConfig.from_env().max_bytes_per_second
+        if base is not None and not self._full:
+            self._types.update(base.types())
         self._upload = StreamUpload(
             store=store,
             location=location,
@@ -146,6 +149,8 @@ class SnapshotWriter:
             self._pipeline = FullPipeline(self._sink, base, workers=count)
         else:
             self._pipeline = DeltaPipeline(self._sink, base, workers=count, waiting=_JOBS_A_WORKER * count)
+        if base is not None:
+            base.begin(fill=self._full)
 
     def add(self, name: str, tensor: Any, *, dtype: str | None = None, shape: Sequence[int] | None = None) -> None:
         """Take a tensor. When this returns its bytes have been read: the caller may change or free it.
@@ -197,6 +202,7 @@ class SnapshotWriter:
             kind=self.kind,
             rank=self._rank,
             ranks=self._ranks,
+            previous_identity=self.previous_identity,
             error=f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error,
         )
 
@@ -321,6 +327,7 @@ class SnapshotWriter:
             kind=self.kind,
             rank=self._rank,
             ranks=self._ranks,
+            previous_identity=self.previous_identity,
             objects=dict(objects),
             weight_map=dict(self._sink.weight_map),
             checksums={name: encoded.checksum for name, encoded in results.items()},
@@ -339,6 +346,7 @@ class SnapshotWriter:
             upload_id=self.upload_id,
             kind=self.kind,
             ranks=self._ranks,
+            previous_identity=self.previous_identity,
             expected=expected,
         )
         if self._full and not any(one.weight_map for one in receipts):
