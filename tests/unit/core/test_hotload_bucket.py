@@ -121,6 +121,7 @@ def test_it_stops_where_it_cannot_read(store: MemoryStore, key: str, body: bytes
 
 
 def test_it_stops_where_something_needed_is_gone(store: MemoryStore) -> None:
+    """B29's kind: a chain that is broken already is said, and nothing else of it is taken away."""
     for name in names_in(store, PLACE, "run-v000003-full"):
         store.delete(PLACE.key("run-v000003-full", name))
     with pytest.raises(SnapshotChainError, match="run-v000003-full is not there, but run-v000004 needs it"):

@@ -207,7 +207,7 @@ def test_a_full_snapshot_between_deltas_cuts_the_chain_and_fills_the_base(
 
 
 def test_an_empty_delta_is_reported_and_leaves_nothing(store: MemoryStore, sides: Path) -> None:
-    """Field bug B18's kind: a version in which nothing changed is skipped, and the base goes on from where it was."""
+    """A version in which nothing changed is skipped, and the base goes on from where it was."""
     state = make_state(1)
     base = filled(MemoryBase(), store, PLACE, state, sides)
     before = dict(store.objects)
@@ -221,7 +221,7 @@ def test_an_empty_delta_is_reported_and_leaves_nothing(store: MemoryStore, sides
 
 
 def test_the_tensor_may_be_changed_when_add_returns(store: MemoryStore, sides: Path) -> None:
-    """Trainers gather into one buffer again and again."""
+    """B18's kind: trainers gather into one buffer again and again, so nothing reads it once add has returned."""
     old = {f"t{number}": np.full(1 << 20, number, np.uint8) for number in range(12)}
     base = filled(MemoryBase(), store, PLACE, old, sides)
     buffer = np.empty(1 << 20, np.uint8)
@@ -362,7 +362,7 @@ def test_receipts_that_do_not_make_a_snapshot(store: MemoryStore, sides: Path) -
 
 
 def test_ranks_whose_bases_differ(store: MemoryStore, sides: Path) -> None:
-    """One rank's base stayed at the version before: together they would be no version at all."""
+    """B27's kind: one rank's base is not what was published; together they would be no version at all."""
     states = [make_state(1), next_state(make_state(1), 2), next_state(make_state(1), 3)]
     bases = [MemoryBase(), MemoryBase()]
     write_ranks(store, "v0", states[0], bases, kind="full", side_files=sides)
@@ -467,7 +467,7 @@ def test_a_tensor_that_is_left_out_is_not_unchanged(store: MemoryStore, sides: P
 
 
 def test_an_error_is_raised_again_and_spoils_the_base(store: MemoryStore, sides: Path) -> None:
-    """A base in memory that was half replaced is no base: the next snapshot has to be a full one, which fills it."""
+    """B05's kind: a base in memory that was half replaced is no base; the next snapshot is a full one, which fills it."""
     state, after = make_state(1), next_state(make_state(1), 2)
     base = filled(MemoryBase(), store, PLACE, state, sides)
     writer = SnapshotWriter(store, PLACE, "v1", kind="delta", base=base)

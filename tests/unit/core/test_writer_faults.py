@@ -156,7 +156,7 @@ def test_an_object_larger_than_memory_is_read_back_for_its_hash(sides: Path) -> 
 
 
 def test_an_identity_that_is_claimed_is_refused_before_any_byte(sides: Path) -> None:
-    """Field bug B05's kind: two writers under one identity; the second sends nothing, nor does it harm the first."""
+    """Two writers under one identity: the second sends nothing, nor does it harm the first."""
     store = MemoryStore()
     with SnapshotWriter(store, PLACE, "v1", kind="full", side_files=sides, sizes=TINY, run_id="first") as first:
         first.add("a", np.zeros(100_000, np.uint8))
