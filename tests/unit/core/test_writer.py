@@ -467,7 +467,7 @@ def test_a_tensor_that_is_left_out_is_not_unchanged(store: MemoryStore, sides: P
 
 
 def test_an_error_is_raised_again_and_spoils_the_base(store: MemoryStore, sides: Path) -> None:
-    """B05's kind: a base in memory that was half replaced is no base; the next snapshot is a full one, which fills it."""
+    """B05's kind: a base in memory that was half replaced is none; the next snapshot is a full one, which fills it."""
     state, after = make_state(1), next_state(make_state(1), 2)
     base = filled(MemoryBase(), store, PLACE, state, sides)
     writer = SnapshotWriter(store, PLACE, "v1", kind="delta", base=base)
