@@ -72,7 +72,7 @@ class Numbered:
         if where is Place.SAME and state.acknowledged is not None and state.acknowledged.holds(seen.number):
             _log.info("version %d is published already as %s", seen.number, state.acknowledged.identity)
             return self.outcome(SnapshotChoice.SKIP, seen.number, PublishState.COMPLETED, measures, budget)
-        hot_loads = self.sender.hot_loads(budget)
+        hot_loads = self.sender.hot_loads_to(state.acknowledged.identity if state.acknowledged else None, budget)
         deltas = self.deltas(hot_loads)
         followed = self._follow(look, measures)
         written = Written(number=seen.number, kind=look.kind, content=seen.content or self._content_now(look))
@@ -97,7 +97,8 @@ class Numbered:
         pending = state.pending
         if pending is None:
             return
-        found = next((one for one in self.sender.hot_loads(budget) if one.identity == pending.identity), None)
+        listed = self.sender.hot_loads(budget, until=lambda one: one.identity == pending.identity)
+        found = next((one for one in listed if one.identity == pending.identity), None)
         if found is None:
             return  # it was never asked for; the version is published again, or in full
         if pending.hot_load_id != found.id:

@@ -109,9 +109,33 @@ class Sender:
 
     # -- what the service has --------------------------------------------------------------------------------------
 
-    def hot_loads(self, budget: Budget) -> list[HotLoad]:
-        """Return the deployment's hot-loads, newest first, whatever outage there is."""
-        return self.through_outages(self.loader.hot_loads, budget, "listing the hot-loads")
+    def hot_loads(self, budget: Budget, *, until: Callable[[HotLoad], bool] = lambda _: False) -> list[HotLoad]:
+        """Return the deployment's hot-loads, newest first, as far back as the first for which ``until`` is true.
+
+        What is looked for is nearly always on the first page, however many versions a run has published.
+        """
+
+        def look() -> list[HotLoad]:
+            found: list[HotLoad] = []
+            for hot_load in self.loader.client.list_hot_loads(self.loader.deployment_id):
+                found.append(hot_load)
+                if until(hot_load):
+                    break
+            return found
+
+        return self.through_outages(look, budget, "listing the hot-loads")
+
+    def hot_loads_to(self, identity: str | None, budget: Budget) -> list[HotLoad]:
+        """Return the hot-loads back to the newest COMPLETED one of ``identity``, or all that its chain needs."""
+
+        def reached(hot_load: HotLoad) -> bool:
+            completed = hot_load.state is HotLoadState.COMPLETED
+            return completed and (identity is None or hot_load.identity == identity)
+
+        found = self.hot_loads(budget, until=reached)
+        if identity is not None and found and reached(found[-1]) and not found[-1].spec.snapshot_chain:
+            return self.hot_loads(budget)  # the service does not say the chain: it is followed through the list
+        return found
 
     def wait(self, hot_load_id: str, budget: Budget) -> HotLoad:
         """Return a hot-load that has COMPLETED. Raises as ``HotLoader.wait``."""

@@ -60,7 +60,8 @@ class TensorFeed:
         numbered = self.numbered
         loader, journal = numbered.sender.loader, numbered.journal
         named = loader.plugins.name_snapshot(event)
-        hot_loads = numbered.sender.hot_loads(budget)
+        acknowledged = journal.state.acknowledged
+        hot_loads = numbered.sender.hot_loads_to(acknowledged.identity if acknowledged else None, budget)
         deltas = numbered.deltas(hot_loads)
         decision = again
         if decision is None:
