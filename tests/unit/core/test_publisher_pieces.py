@@ -11,7 +11,7 @@ import pytest
 
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import ConfigError, MirrorLockedError, SnapshotError, SnapshotLayoutError, WaitTimeoutError
-from cwtrain.hotload._publish.decide import BaselineStep, baseline_step, reload_first
+from cwtrain.hotload._publish.decide import BaselineStep, Rules, Seen, baseline_step, decide, reload_first
 from cwtrain.hotload._publish.epochs import highest_epoch, open_epoch, refuse_if_taken_over
 from cwtrain.hotload._publish.housekeeping import read_note, removable, remove_directories
 from cwtrain.hotload._publish.journal import Journal
@@ -21,6 +21,7 @@ from cwtrain.hotload._publish.report import Measures, metrics
 from cwtrain.hotload._publish.send import Budget
 from cwtrain.hotload._publish.state import Acknowledged, State, WriteKind
 from cwtrain.hotload.status import BaselineState, BaselineStatus, read_status, write_status
+from cwtrain.models.sync import SnapshotChoice
 from cwtrain.storage import Location, MemoryStore
 from helpers.fake_service import Clock
 from helpers.tiny_checkpoint import tiny_tensors, write_delta_by_hand, write_full
@@ -232,6 +233,28 @@ def test_the_predecessor_is_loaded_again_only_where_a_deployment_refused_the_cha
     assert reload_first("run-v000000", "run-v000017", refused=True)
     assert not reload_first("run-v000000", "run-v000000", refused=True)
     assert not reload_first(None, "run-v000017", refused=True)
+
+
+def test_a_chain_that_is_never_cut_is_warned_about_and_has_an_end():
+    """B29: past what a cold replica replays, and at what the service takes."""
+    known = Acknowledged(identity="run-v000009", number=9, through=9)
+    state = State(run_id="run", deployment_id="d", owner="o", epoch=1, acknowledged=known)
+    seen = Seen(kind=WriteKind.DELTA, number=10, base_number=9)
+    rules = Rules(full_every=0, full_possible=False)
+    assert decide(state, seen, rules, deltas=62).warning is None
+    assert "64 deltas" in (decide(state, seen, rules, deltas=63).warning or "")
+    assert decide(state, seen, rules, deltas=127).choice is SnapshotChoice.DELTA
+    with pytest.raises(SnapshotError, match="delta number 129") as caught:
+        decide(state, seen, rules, deltas=128)
+    assert "CWTRAIN_HOTLOAD_FULL_EVERY" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("kind", [WriteKind.DELTA, WriteKind.FULL])
+def test_an_opinion_that_cannot_be_followed_is_refused(kind):
+    state = State(run_id="run", deployment_id="d", owner="o", epoch=1)
+    seen = Seen(kind=kind, number=10, base_number=9)
+    with pytest.raises(ConfigError, match="a plugin wants version 10 as a delta"):
+        decide(state, seen, Rules(full_every=20, full_possible=True), deltas=0, opinion=SnapshotChoice.DELTA)
 
 
 def test_a_budget_says_what_was_going_on_when_it_ended():

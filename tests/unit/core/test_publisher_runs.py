@@ -101,6 +101,18 @@ def test_numbers_that_begin_anywhere_that_jump_and_that_come_back(scene):
     assert len(scene.hot_loads()) == 4
 
 
+def test_a_second_baseline_call_opens_an_epoch_in_the_same_process(scene):
+    """miles repeats its baseline when it goes on with another writer in the middle of a run."""
+    trainer, publisher = scene.trainer, scene.publisher()
+    publisher.baseline()
+    publisher.publish_directory(trainer.step())
+    trainer.restart()
+    publisher.baseline()
+    outcome = publisher.publish_directory(trainer.step())
+    assert (outcome.identity, scene.hot_load(outcome.identity).previous_identity) == ("run.2-v000001", "run-v000000")
+    scene.check_served(trainer.tensors)
+
+
 def test_an_equal_number_with_other_content_is_another_version(scene):
     trainer, publisher = scene.trainer, scene.publisher()
     publisher.baseline()

@@ -334,7 +334,6 @@ class Numbered:
         started = self.clock()
         report = self.sender.loader.operations.served(hot_load)
         measures.verify_seconds = self.clock() - started
-        measures.replicas = len(report.replicas)
         if not report.served:
             behind = [f"{one.name} ({one.current_snapshot_identity or 'unknown'})" for one in report.behind]
             raise HotLoadError(
@@ -366,6 +365,8 @@ class Numbered:
         if identity is None and now.acknowledged is not None:
             identity = now.acknowledged.identity
         measures.total_seconds = budget.spent()
+        if state is PublishState.COMPLETED and measures.timings:
+            measures.replicas = self.sender.replicas
         return PublishOutcome(
             identity=identity, kind=choice, number=number, epoch=now.epoch, state=state, metrics=metrics(measures)
         )

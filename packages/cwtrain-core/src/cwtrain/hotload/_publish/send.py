@@ -83,6 +83,8 @@ class Sender:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     on_progress: OnProgress | None = None
+    replicas: int | None = None
+    """How many replicas the last hot-load had, as far as they were seen."""
 
     # -- outages ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class Sender:
         """Return a hot-load that has COMPLETED. Raises as ``HotLoader.wait``."""
         seconds = budget.at_most(self.settings.timeout)
         return self.through_outages(
-            lambda: self.loader.wait(hot_load_id, timeout=seconds, on_progress=self.on_progress),
+            lambda: self.loader.wait(hot_load_id, timeout=seconds, on_progress=self._watch(budget)),
             budget,
             "waiting for a hot-load",
         )
@@ -268,6 +270,8 @@ class Sender:
         def tell(event: ProgressEvent) -> None:
             if event.upload is not None:
                 budget.check(f"still {event.summary()}")
+            elif event.hot_load is not None and event.total:
+                self.replicas = event.total
             if self.on_progress is not None:
                 self.on_progress(event)
 
