@@ -202,6 +202,13 @@ def test_verbose_adds_the_traceback_and_quiet_takes_everything_but_errors():
     assert "error: " in run("--quiet", "deployment", "list").err
 
 
+def test_the_root_says_of_each_group_what_the_group_says_of_itself():
+    about = root._about
+    with click.Context(root, resilient_parsing=True) as ctx:
+        commands = {name: root.get_command(ctx, name) for name in root._lazy}
+    assert about == {name: command.get_short_help_str(1000) for name, command in commands.items()}
+
+
 # -- specs ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The command line of the emulator, for `cwtrain emulator ...` and for `python -m cwtrain_emulator ...`."""
+"""``emulator serve``: run the emulator, for `cwtrain emulator serve` and for `python -m cwtrain_emulator serve`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,10 @@ from pathlib import Path
 
 import click
 
-from cwtrain_emulator._control_command import faults_group, reset_command, status_command
-
-__all__ = ["emulator_group"]
+__all__ = ["serve_command"]
 
 
-@click.group("emulator", help="Run Dedicated Inference on this machine.")
-def emulator_group() -> None:
-    """Hold the emulator's commands."""
-
-
-emulator_group.add_command(status_command)
-emulator_group.add_command(reset_command)
-emulator_group.add_command(faults_group)
-
-
-@emulator_group.command("serve")
+@click.command("serve")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port of the API; 0: any.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--env", "as_shell", is_flag=True, help="Print shell exports instead of JSON.")

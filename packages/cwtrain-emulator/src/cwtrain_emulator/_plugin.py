@@ -15,6 +15,6 @@ hookimpl = pluggy.HookimplMarker("cwtrain")
 @hookimpl
 def cwtrain_register_commands(cli: click.Group) -> None:
     """Add ``emulator`` to the command line."""
-    from cwtrain_emulator._command import emulator_group
+    from cwtrain_emulator._group import emulator_group
 
     cli.add_command(emulator_group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -39,6 +38,8 @@ class LazyGroup(click.Group):
         """Return the command that ``args`` names; an unknown one is a usage error with the nearest name."""
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
+            import difflib
+
             close = difflib.get_close_matches(name, self.list_commands(ctx), 1)
             raise click.UsageError(f"no command {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""), ctx)
         return super().resolve_command(ctx, args)
@@ -48,11 +49,12 @@ class RootGroup(LazyGroup):
     """The root: core's commands, and for ``--help`` and names that core does not know, the plugins'.
 
     A plugin that cannot be loaded is warned about on standard error; core's commands do not depend on it. Completion
-    loads no plugins.
+    loads no plugins. ``about`` has the line that help shows for each of core's commands, so that it imports none.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, about: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._about = dict(about or {})
         self._plugins_loaded = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -75,12 +77,18 @@ class RootGroup(LazyGroup):
             ("Commands", [name for name in names if name in self._lazy]),
             ("Commands of plugins", [name for name in names if name not in self._lazy]),
         ):
-            commands = [(name, command) for name in chosen if (command := self.get_command(ctx, name)) is not None]
-            visible = [(name, command) for name, command in commands if not command.hidden]
-            if visible:
-                limit = formatter.width - 6 - max(len(name) for name, _ in visible)
+            limit = formatter.width - 6 - max(map(len, chosen), default=0)
+            rows = [(name, line) for name in chosen if (line := self._line(ctx, name, limit)) is not None]
+            if rows:
                 with formatter.section(title):
-                    formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in visible])
+                    formatter.write_dl(rows)
+
+    def _line(self, ctx: click.Context, name: str, limit: int) -> str | None:
+        """Return the line of help about a command, None for a hidden one."""
+        if name in self._about:
+            return self._about[name]
+        command = self.get_command(ctx, name)
+        return None if command is None or command.hidden else command.get_short_help_str(limit)
 
     def _load_plugins(self, ctx: click.Context) -> None:
         if self._plugins_loaded or ctx.resilient_parsing:

@@ -33,6 +33,15 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         "doctor": "cwtrain.cli.doctor:doctor",
         "completion": "cwtrain.cli.completion:completion",
     },
+    about={
+        "deployment": "Create, look at, change and delete deployments.",
+        "gateway": "Create, look at and delete gateways.",
+        "hotload": "Check, publish and follow snapshots of weights.",
+        "snapshot": "Make, apply, convert, verify and show snapshots on disk.",
+        "plugins": "Look at installed plugins.",
+        "doctor": "Report what is installed, set and reachable.",
+        "completion": "Print the completion script of a shell.",
+    },
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 120},
     no_args_is_help=False,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Iterator
@@ -61,6 +60,8 @@ def doctor(ctx: Context) -> None:
 
 
 def _versions() -> dict[str, Any]:
+    import importlib.metadata  # here: it costs more than all else that `cwtrain --help` imports of this module
+
     found = {
         _folded(distribution.name): distribution.version
         for distribution in importlib.metadata.distributions()
@@ -199,6 +200,8 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
 
 def _foreign() -> str | None:
     """Return what to say when a distribution named ``cwtrain`` is installed: it has our import name and is not ours."""
+    import importlib.metadata
+
     try:
         found = importlib.metadata.distribution("cwtrain")
     except importlib.metadata.PackageNotFoundError:

@@ -355,9 +355,7 @@ def _hint(code: str, text: str, where: str, *, token_quoted: bool) -> str:
     if "chain is too long" in low:
         return "publish a full snapshot; it starts a new chain"
     if "previoussnapshotidentity" in low:
-        return (
-            "give one that `cwtrain hotload list --deployment ID` shows as COMPLETED, or publish a full snapshot"
-        )
+        return "give one that `cwtrain hotload list --deployment ID` shows as COMPLETED, or publish a full snapshot"
     if code == "unauthenticated":
         if token_quoted:
             return "the token begins and ends with a quote: take the quotes away"
@@ -380,7 +378,7 @@ def _hint(code: str, text: str, where: str, *, token_quoted: bool) -> str:
         may = f"; what can be chosen shows: cwtrain {kind[1]} parameters" if kind else show
         return f"correct what the service names{may}"
     if code in ("failed_precondition", "aborted"):
-        return f"wait for what stands in the way, or end it, then try again{show}"
+        return f"put right what the service names, or wait until it is over; then try again{show}"
     return "try again later; if it stays, tell CoreWeave support the time and the request id"
 
 

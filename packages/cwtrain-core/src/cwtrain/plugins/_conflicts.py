@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.metadata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -15,6 +13,8 @@ from cwtrain.plugins._records import LoadedPlugin, distribution_of
 
 if TYPE_CHECKING:
     import click
+
+    from cwtrain.plugins._entry_points import EntryPoint
 
 __all__ = ["LEAVE_OUT", "conflict", "conflicting_command", "refuse_unknown_hooks", "unique"]
 
@@ -30,6 +30,8 @@ def refuse_unknown_hooks(manager: pluggy.PluginManager, name: str) -> None:
         if not hook.has_spec() and not all(impl.optionalhook for impl in hook.get_hookimpls())
     ]
     if unknown:
+        import difflib
+
         close = [match for hook in unknown for match in difflib.get_close_matches(hook, specs.KINDS, 1)]
         raise PluginLoadError(
             f"plugin {name!r} implements unknown hooks: {', '.join(unknown)}",
@@ -68,6 +70,6 @@ def conflicting_command(name: str, clash: PluginConflictError) -> click.Command:
     )
 
 
-def conflict(what: str, name: str, *entries: importlib.metadata.EntryPoint) -> PluginConflictError:
+def conflict(what: str, name: str, *entries: EntryPoint) -> PluginConflictError:
     origins = " and ".join(distribution_of(entry)[0] or entry.value for entry in entries)
     return PluginConflictError(f"two distributions bring a {what} named {name!r}: {origins}")

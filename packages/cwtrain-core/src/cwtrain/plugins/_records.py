@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from typing import TYPE_CHECKING
 
 import attrs
+
+if TYPE_CHECKING:
+    from cwtrain.plugins._entry_points import EntryPoint
 
 __all__ = ["BrokenPlugin", "LoadedPlugin", "broken_at", "broken_entry", "distribution_of", "module_of", "one_line"]
 
@@ -49,7 +52,7 @@ def broken_at(plugin: _Plugin, where: str, error: str) -> BrokenPlugin:
     )
 
 
-def broken_entry(entry: importlib.metadata.EntryPoint, exc: BaseException) -> BrokenPlugin:
+def broken_entry(entry: EntryPoint, exc: BaseException) -> BrokenPlugin:
     """Return the record of an entry point that could not be loaded."""
     distribution, version = distribution_of(entry)
     hint = getattr(exc, "hint", None)
@@ -63,7 +66,7 @@ def broken_entry(entry: importlib.metadata.EntryPoint, exc: BaseException) -> Br
     )
 
 
-def distribution_of(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str | None]:
+def distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
     """Return name and version of the distribution that brings ``entry``."""
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else (None, None)
 

@@ -7,7 +7,6 @@ is ours: with pluggy's own, one plugin that raises would keep all later ones fro
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import threading
 from collections import Counter
@@ -19,15 +18,10 @@ import pluggy
 
 from cwtrain.config import PluginConfig
 from cwtrain.errors import PluginConflictError, PluginError, PluginLoadError
-from cwtrain.models.sync import (
-    Integration,
-    RolloutBackendFactory,
-    SnapshotChoice,
-    WeightSyncRequest,
-    WeightSyncResult,
-)
 from cwtrain.plugins import specs
 from cwtrain.plugins._conflicts import LEAVE_OUT, conflict, conflicting_command, refuse_unknown_hooks, unique
+from cwtrain.plugins._entry_points import EntryPoint
+from cwtrain.plugins._entry_points import entry_points as find_entry_points
 from cwtrain.plugins._records import (
     BrokenPlugin,
     LoadedPlugin,
@@ -44,6 +38,13 @@ if TYPE_CHECKING:
 
     from cwtrain.events import AnyEvent, WeightsWritten
     from cwtrain.models.snapshot import Chain, PublishPlan
+    from cwtrain.models.sync import (
+        Integration,
+        RolloutBackendFactory,
+        SnapshotChoice,
+        WeightSyncRequest,
+        WeightSyncResult,
+    )
 
 __all__ = ["BrokenPlugin", "LoadedPlugin", "Plugins", "get_plugins"]
 
@@ -75,7 +76,7 @@ class Plugins:
         cls,
         *,
         config: PluginConfig | None = None,
-        entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
+        entry_points: Iterable[EntryPoint] | None = None,
     ) -> Plugins:
         """Return the plugins that entry points of the group ``cwtrain`` name, those of ``config.disabled`` left out.
 
@@ -85,9 +86,9 @@ class Plugins:
         """
         plugins = cls(config=config if config is not None else PluginConfig.from_env())
         if entry_points is None:
-            entry_points = importlib.metadata.entry_points(group=specs.ENTRY_POINT_GROUP)
+            entry_points = find_entry_points(specs.ENTRY_POINT_GROUP)
         off = {_folded(name) for name in plugins._config.disabled}
-        seen: dict[str, importlib.metadata.EntryPoint] = {}
+        seen: dict[str, EntryPoint] = {}
         disabled = set()
         for entry in sorted(entry_points, key=lambda entry: (entry.name, distribution_of(entry)[0] or "")):
             if _folded(entry.name) in off:
@@ -101,7 +102,7 @@ class Plugins:
         plugins._disabled = tuple(sorted(disabled))
         return plugins
 
-    def _load_entry(self, entry: importlib.metadata.EntryPoint) -> None:
+    def _load_entry(self, entry: EntryPoint) -> None:
         distribution, version = distribution_of(entry)
         try:
             self.register(entry.load(), name=entry.name, distribution=distribution, version=version)
@@ -203,11 +204,15 @@ class Plugins:
 
     def integrations(self) -> tuple[Integration, ...]:
         """Return the trainers that plugins integrate, by name; two of one name raise ``PluginConflictError``."""
+        from cwtrain.models.sync import Integration
+
         found = self._collect("cwtrain_register_integration", Integration)
         return tuple(item for _, item in sorted(unique("integration", found).items()))
 
     def rollout_backends(self) -> tuple[RolloutBackendFactory, ...]:
         """Return the ways to sample rollouts, by name; two of one name raise ``PluginConflictError``."""
+        from cwtrain.models.sync import RolloutBackendFactory
+
         found = self._collect("cwtrain_register_rollout_backend", RolloutBackendFactory)
         return tuple(item for _, item in sorted(unique("rollout backend", found).items()))
 
@@ -282,6 +287,8 @@ class Plugins:
 
     def choose_snapshot(self, written: WeightsWritten, chain: Chain) -> SnapshotChoice | None:
         """Return the first plugin's choice for ``written``, or None when none has an opinion."""
+        from cwtrain.models.sync import SnapshotChoice
+
         choice = self._ask("cwtrain_choose_snapshot", written=written, chain=chain)
         if choice is None:
             return None
@@ -293,6 +300,8 @@ class Plugins:
 
     def sync_weights(self, request: WeightSyncRequest) -> WeightSyncResult | None:
         """Return what the first plugin that handles ``request`` did, or None when none does."""
+        from cwtrain.models.sync import WeightSyncResult
+
         result = self._ask("cwtrain_sync_weights", request=request)
         if result is not None and not isinstance(result, WeightSyncResult):
             raise self._bad_answer("cwtrain_sync_weights", result, "a WeightSyncResult or None")
