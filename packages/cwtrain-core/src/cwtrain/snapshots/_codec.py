@@ -34,7 +34,7 @@ from cwtrain.snapshots._frames import (
     zero_blocks,
 )
 from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, SequenceBuilder
-from cwtrain.snapshots._xor import count_nonzero, xor_into, xor_words
+from cwtrain.snapshots._xor import count_nonzero, xor_into, xor_view, xor_words
 from cwtrain.snapshots._zstd import LEVEL, Library, SequenceCompressor, address_of, encoder_library
 
 __all__ = [
@@ -102,6 +102,21 @@ class DiffWorker:
         self._current = new
         self._new_views = new.settle(lengths, self._positions)
         return self._old.place(lengths, self._positions, 0), self._new_views
+
+    def place_old(self, length: int) -> memoryview:
+        """Return the view for the old bytes of one part of whole words, to be filled before ``take``."""
+        self._lengths, self._positions = [length], [0]
+        return self._old.place(self._lengths, self._positions, 0)[0]
+
+    def take(self, new: memoryview) -> int:
+        """Read the new bytes where they lie, once and for all, and return their checksum; ``diff_taken`` follows."""
+        checksum = adler32(new)
+        xor_view(self._old.data, new)
+        return checksum
+
+    def diff_taken(self, checksum: int, place: tuple[int, int]) -> Diff:
+        """Return what became of the part whose new bytes were taken; see ``diff``."""
+        return self._compress([checksum], [place])[0]
 
     def diff(self, places: Sequence[tuple[int, int]]) -> list[Diff]:
         """Return what became of each part; ``places`` says where it begins in its tensor, and how large that is.

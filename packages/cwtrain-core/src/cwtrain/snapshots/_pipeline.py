@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from cwtrain.snapshots._adler import combine
-from cwtrain.snapshots._buffers import MAX_PARTS, Lane, round_up
+from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Lane, round_up
 from cwtrain.snapshots._codec import (
     CHUNK_BYTES,
     Diff,
@@ -32,6 +32,8 @@ __all__ = ["DeltaPipeline", "FullPipeline", "Old", "Sink"]
 
 _BORROWED_BYTES = 128 << 10
 """From this size on, a part is read by the worker where it lies."""
+_MOST_AT_ONCE = 4
+"""So many of them a worker takes together, where the tensor is large enough for all workers."""
 _FULL_BYTES = 4 << 20
 EMPTY = EncodedTensor(changed_bytes=0, checksum="00000001", frame_bytes=0)
 """What becomes of a tensor without bytes."""
@@ -73,10 +75,11 @@ class _Part(NamedTuple):
 
 
 class _Job:
-    """One part that lies in the caller's memory (``source``), or some that were copied into a ``lane``."""
+    """Parts that lie in the caller's memory (``sources``), or that were copied into a ``lane``."""
 
-    def __init__(self, lane: Lane | None, source: memoryview | None) -> None:
-        self.lane, self.source = lane, source
+    def __init__(self, lane: Lane | None) -> None:
+        self.lane = lane
+        self.sources: list[memoryview] = []
         self.parts: list[_Part] = []
         self.end = self.size = 0
         self.read = threading.Event()
@@ -94,6 +97,7 @@ class DeltaPipeline:
         self._codec = delta_codec(chunk_bytes=chunk_bytes)
         # The public codec needs all parts of a tensor at one worker, in order.
         count = workers if self._codec.independent else 1
+        self._workers = count
         self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="cwtrain-encode")
         self._most = max(2, waiting)
         self._lanes: list[Lane] = []
@@ -110,13 +114,14 @@ class DeltaPipeline:
             self._sink.end_tensor(name, EMPTY)
             return
         left = memoryview(b"")
+        at_once = max(1, min(_MOST_AT_ONCE, size // (2 * self._chunk * self._workers)))
         for start in range(0, size, self._chunk):
             part = _Part(name, start, min(self._chunk, size - start), size)
             if not left:
                 self._give_back()
                 left = next(pieces)
-            if part.length >= _BORROWED_BYTES and len(left) >= part.length:
-                self._borrow(part, left[: part.length])
+            if part.length >= _BORROWED_BYTES and part.length % WORD_BYTES == 0 and len(left) >= part.length:
+                self._borrow(part, left[: part.length], at_once)
                 left = left[part.length :]
                 continue
             target = self._place(part)
@@ -144,15 +149,22 @@ class DeltaPipeline:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
-    def _borrow(self, part: _Part, source: memoryview) -> None:
-        self._start_filled()
-        job = _Job(None, source)
+    def _borrow(self, part: _Part, source: memoryview, at_once: int) -> None:
+        """Let a worker read a part where it lies, with those before it if they are few."""
+        job = self._filling
+        if job is not None and (job.lane is not None or len(job.parts) >= at_once):
+            self._start_filled()
+            job = None
+        if job is None:
+            job = self._filling = _Job(None)
+            self._borrowed.append(job)
         job.parts.append(part)
-        self._borrowed.append(job)
-        self._start(job)
+        job.sources.append(source)
 
     def _give_back(self) -> None:
         """Wait until nobody looks at the caller's memory any more."""
+        if self._filling is not None and self._filling.lane is None:
+            self._start_filled()
         for job in self._borrowed:
             job.read.wait()
         self._borrowed.clear()
@@ -160,11 +172,12 @@ class DeltaPipeline:
     def _place(self, part: _Part) -> memoryview:
         """Return where the new bytes of a small part go."""
         job = self._filling
-        if job is not None and (job.size + part.length > self._chunk or len(job.parts) == MAX_PARTS):
+        full = job is not None and (job.size + part.length > self._chunk or len(job.parts) == MAX_PARTS)
+        if job is not None and (full or job.lane is None):
             self._start_filled()
             job = None
         if job is None:
-            job = self._filling = _Job(self._lanes.pop() if self._lanes else Lane(self._chunk), None)
+            job = self._filling = _Job(self._lanes.pop() if self._lanes else Lane(self._chunk))
         assert job.lane is not None
         target = job.lane.piece(job.end, part.length)
         job.parts.append(part)
@@ -186,28 +199,32 @@ class DeltaPipeline:
 
     def _work(self, job: _Job) -> list[Diff]:
         began = time.perf_counter()
+        if not hasattr(self._local, "worker"):
+            self._local.worker = self._codec.worker()
+        worker: DiffWorker = self._local.worker
         try:
-            diffs = self._compare(job)
+            diffs = self._compare_borrowed(job, worker) if job.lane is None else self._compare(job, job.lane, worker)
         finally:
-            job.source = None
+            job.sources.clear()
             job.read.set()
         with self._lock:
             self.busy_seconds += time.perf_counter() - began
         return diffs
 
-    def _compare(self, job: _Job) -> list[Diff]:
-        if not hasattr(self._local, "worker"):
-            self._local.worker = self._codec.worker()
-        worker: DiffWorker = self._local.worker
-        lengths = [part.length for part in job.parts]
-        if job.source is not None:
-            olds, news = worker.place(lengths)
-            news[0][:] = job.source
-            job.source = None
-            job.read.set()
-        else:
-            assert job.lane is not None
-            olds, news = worker.place_beside(lengths, job.lane)
+    def _compare_borrowed(self, job: _Job, worker: DiffWorker) -> list[Diff]:
+        diffs = []
+        for number, (part, source) in enumerate(zip(job.parts, job.sources, strict=True), start=1):
+            self._old.read(part.name, part.start, worker.place_old(part.length))
+            checksum = worker.take(source)
+            # Also where nothing differs: that is known when it is compressed, and the caller waits for his memory.
+            self._old.write(part.name, part.start, source)
+            if number == len(job.parts):
+                job.read.set()
+            diffs.append(worker.diff_taken(checksum, (part.start, part.size)))
+        return diffs
+
+    def _compare(self, job: _Job, lane: Lane, worker: DiffWorker) -> list[Diff]:
+        olds, news = worker.place_beside([part.length for part in job.parts], lane)
         for part, view in zip(job.parts, olds, strict=True):
             self._old.read(part.name, part.start, view)
         diffs = worker.diff([(part.start, part.size) for part in job.parts])

@@ -18,6 +18,11 @@ def xor_words(target: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> No
     np.bitwise_xor(words, other.view(np.uint64), out=words)
 
 
+def xor_view(target: npt.NDArray[np.uint8], other: memoryview) -> None:
+    """Set ``target`` to ``target`` XOR ``other``, bytes that somebody else has; both have the same whole words."""
+    xor_words(target, np.frombuffer(other, dtype=np.uint8))
+
+
 def count_nonzero(data: memoryview) -> int:
     """Return how many bytes of ``data`` are not zero."""
     return int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) != 0))
