@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import types
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -185,15 +186,18 @@ def test_an_error_travels_to_the_other_ranks_as_it_is_or_in_words() -> None:
     assert pickle.loads(pickle.dumps(_portable(stuck))).hint == "h"
 
 
-def test_a_rank_alone_beats_until_its_work_is_done() -> None:
-    told: list[str] = []
+def test_a_rank_alone_beats_until_its_work_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    """B12: what goes on is told while it goes on, with bytes and state."""
+    caplog.set_level("INFO", logger="cwtrain.slime")
+    asked = threading.Event()
 
     def progress() -> str:
-        told.append("asked")
-        return "uploading"
+        asked.set()
+        return "uploading: 1/2 objects, 5/10 bytes"
 
-    ranks = Ranks(rank=0, size=1, beat_seconds=0.01)
-    assert ranks.together(Work(lambda: 5), what="it", progress=progress) == [5]
+    ranks = Ranks(rank=0, size=1, beat_seconds=0.01, told_every=0.0)
+    assert ranks.together(Work(lambda: asked.wait(30)), what="the publish", progress=progress) == [True]
+    assert "the publish goes on after 0 s: uploading: 1/2 objects, 5/10 bytes" in caplog.text
     with pytest.raises(ZeroDivisionError):
         ranks.together(Work(lambda: 1 // 0), what="it")
 

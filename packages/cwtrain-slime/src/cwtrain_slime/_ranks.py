@@ -75,6 +75,7 @@ class Ranks:
     size: int
     group: Any = None
     beat_seconds: float = BEAT_SECONDS
+    told_every: float = TOLD_EVERY
 
     @property
     def meet(self) -> bool:
@@ -93,7 +94,7 @@ class Ranks:
             all_done, failed = self._state(done, done and work is not None and work.error is not None, what)
             if failed or all_done:
                 break
-            if work is not None and not done and time.monotonic() - told >= TOLD_EVERY:
+            if work is not None and not done and time.monotonic() - told >= self.told_every:
                 told = time.monotonic()
                 logger.info("%s goes on after %.0f s%s", what, told - began, _tail(progress()))
         value = work.value if work is not None and work.done else None
