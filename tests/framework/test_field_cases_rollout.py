@@ -69,7 +69,7 @@ WANTED = {
     "b24_logprobs_null": r"RolloutExhaustedError: .*\| 3 requests",
     "b24_no_tokens_stop": r"RolloutExhaustedError: .*\| 3 requests",
     "b24_prompt_ids_missing": r"\[\(\(10, 11\), \(-0.5, -0.25\), 'COMPLETED'\)\] \| 1 requests",
-    "b24_token_ids_null": r"RolloutAnswerError: .*no token ids.*\| 1 requests",
+    "b24_token_ids_null": r"RolloutAnswerError: .*no token ids.*\| 2 requests",
     "b24_token_logprobs_hole": r"RolloutExhaustedError: .*\| 3 requests",
     "b25_one_logprob_less": r"RolloutExhaustedError: .*\| 3 requests",
     "b25_one_logprob_more": r"RolloutExhaustedError: .*\| 3 requests",

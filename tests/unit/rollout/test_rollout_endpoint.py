@@ -68,6 +68,21 @@ def test_a_server_that_gives_one_choice_for_many_is_asked_one_by_one(caplog: pyt
     assert sum("asked for by itself" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_ids_beside_the_answer_are_asked_for_where_choices_have_none() -> None:
+    def dynamo(request: dict[str, Any]) -> dict[str, Any]:
+        bare = [choice(index, (7, 8), token_ids=None) for index in range(request["n"])]
+        if "completion_token_ids" in request.get("nvext", {}).get("extra_fields", ()):
+            return answer(*bare, nvext={"completion_token_ids": [41, 42]})
+        return answer(*bare)
+
+    with CompletionsServer(rest=dynamo) as server:
+        one = sampler(server, concurrency=8)
+        for _ in range(2):
+            (group,) = one.sample_groups([Group(prompt=[1], n=2)], PARAMS)
+            assert [sample.token_ids for sample in group.samples] == [(41, 42)] * 2
+    assert [request["n"] for request in server.requests] == [2, 1, 1, 1, 1], "one choice at a time from then on"
+
+
 def test_logprobs_0_that_is_refused_becomes_1() -> None:
     def picky(request: dict[str, Any]) -> Any:
         if request["logprobs"] == 0:

@@ -58,6 +58,7 @@ def test_missing_choices_are_named_and_extra_ones_counted() -> None:
     ],
 )
 def test_one_unusable_choice_leaves_the_other(changes: dict[str, Any], problem: str) -> None:
+    """B24, B25, B51, B68: missing, of another length, not finite; the choice is rejected, not the group."""
     got = read(answer(choice(0), choice(1, **changes)), n=2)
     assert sorted(got.choices) == [0]
     assert got.problems == (f"choice 1: {problem}",)

@@ -125,6 +125,7 @@ def test_no_groups_is_no_request() -> None:
 
 
 def test_only_missing_and_unusable_choices_are_asked_for_again() -> None:
+    """B24, B52: log-probs missing in one choice, another choice missing."""
     partial = answer(choice(0, (1,)), choice(2, (3,)), choice(3, (9,), logprobs=None))
     with CompletionsServer(partial, answer(choice(1, (4,)), choice(0, (2,)))) as server:
         one = sampler(server)
@@ -153,6 +154,7 @@ def test_only_missing_and_unusable_choices_are_asked_for_again() -> None:
     ],
 )
 def test_bad_answers_cost_an_attempt_each_and_are_bounded(bad: Any) -> None:
+    """B24, B51, B52 among them."""
     with CompletionsServer(bad) as server:
         one = sampler(server, max_attempts=2)
         got = one.sample_groups([Group(prompt=[1], n=2, seed=0)], PARAMS)
@@ -169,6 +171,7 @@ def test_bad_answers_cost_an_attempt_each_and_are_bounded(bad: Any) -> None:
 
 
 def test_a_connection_that_dies_without_an_answer_costs_time_only() -> None:
+    """B14: read, and closed without an answer, as an idle connection is."""
     with CompletionsServer(*[Raw(drop=True)] * 5) as server:
         one = sampler(server, max_attempts=1)
         got = one.sample_groups([Group(prompt=[1], n=1, seed=0)], PARAMS)
@@ -180,6 +183,7 @@ def test_a_connection_that_dies_without_an_answer_costs_time_only() -> None:
 
 @pytest.mark.parametrize("status", [408, 425, 429, 503])
 def test_refusals_cost_time_only_and_retry_after_is_a_floor(status: int) -> None:
+    """B35."""
     sleeps = Sleeps()
     script = [Raw(status, "busy", headers={"Retry-After": "20"}), Raw(status, "busy", headers={"Retry-After": "soon"})]
     with CompletionsServer(*script) as server:
@@ -224,7 +228,8 @@ def test_an_answer_that_will_not_change_is_raised_at_once() -> None:
     with CompletionsServer(rest=answer(choice(0, token_ids=None))) as server:
         with pytest.raises(RolloutAnswerError, match="no token ids"):
             sampler(server).sample_groups([Group(prompt=[1])], PARAMS)
-        assert len(server.requests) == 1
+        assert len(server.requests) == 2
+        assert "completion_token_ids" in server.requests[1]["nvext"]["extra_fields"], "the other way was tried"
     with (
         CompletionsServer(rest=answer(choice(0), prompt_tokens=2)) as server,
         pytest.raises(RolloutAnswerError, match="2 prompt tokens where 1 were sent"),
@@ -267,6 +272,7 @@ def test_the_first_failure_cancels_the_rest_and_nothing_runs_on() -> None:
 
 
 def test_the_window_counts_choices_and_is_the_only_limit() -> None:
+    """B08: no pool caps what the window lets through."""
     # all 120 must be in flight at once, or the barrier never opens
     with CompletionsServer(together=120) as server:
         sampler(server, concurrency=120).sample_groups([Group(prompt=[1])] * 120, PARAMS)
@@ -280,6 +286,7 @@ def test_the_window_counts_choices_and_is_the_only_limit() -> None:
 
 
 def test_one_sampler_serves_several_event_loops_and_threads() -> None:
+    """B09."""
     groups = [Group(prompt=[1], n=2)] * 6
     with CompletionsServer() as server:
         one = sampler(server, concurrency=4)
@@ -342,6 +349,7 @@ def test_a_rotated_key_is_used(tmp_path: Path) -> None:
 
 
 def test_proxies_of_the_environment_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B10."""
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     for name in ("no_proxy", "NO_PROXY"):

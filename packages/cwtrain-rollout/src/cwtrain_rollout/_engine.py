@@ -71,6 +71,8 @@ class Engine:
     text: bool = False
     split: bool = False
     """Whether the server answers ``n > 1`` with one choice, so that each choice is asked for by itself."""
+    completion_ids: bool = False
+    """Whether ids are asked for in ``nvext``, because the server honours no other way; then one choice at a time."""
     _short: int = 0
     _warned: set[str] = attrs.field(factory=set)
     _seen: set[str] = attrs.field(factory=set)
@@ -132,6 +134,14 @@ class Engine:
             self.warn_once("The endpoint refuses token-id prompts: they are sent as text (%s)", self.quoted(reply.body))
             return "text"
         return None
+
+    def ask_for_completion_ids(self) -> bool:
+        """Turn to the ids that Dynamo gives beside an answer of one choice; False where that was tried already."""
+        if self.completion_ids:
+            return False
+        self.completion_ids = self.split = True
+        log.warning("The endpoint gives no token ids with its choices: nvext.completion_token_ids are asked for")
+        return True
 
     def one_choice_instead_of_many(self) -> None:
         """Note an answer with one choice where more were asked for; the second one ends requests for more."""

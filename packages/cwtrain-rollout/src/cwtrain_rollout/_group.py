@@ -163,6 +163,7 @@ class GroupRun:
             logprobs=engine.logprobs,
             stream=self.streamed,
             timed=config.fixed_concurrency is None,
+            completion_ids=engine.completion_ids and n == 1,
         )
         if self.group.extra:
             body.update(self.group.extra)
@@ -196,6 +197,8 @@ class GroupRun:
         except BadAnswer as exc:
             return str(exc)
         except UnfitAnswer as exc:
+            if exc.without_ids and engine.ask_for_completion_ids():
+                return None
             message = f"{config.base_url}/completions: {exc}"
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
         if self.text:

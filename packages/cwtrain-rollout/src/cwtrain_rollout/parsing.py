@@ -48,9 +48,10 @@ class BadAnswer(Exception):
 class UnfitAnswer(Exception):
     """An answer that cannot be used and will not change: ``hint`` names the setting."""
 
-    def __init__(self, message: str, *, hint: str) -> None:
+    def __init__(self, message: str, *, hint: str, without_ids: bool = False) -> None:
         super().__init__(message)
         self.hint = hint
+        self.without_ids = without_ids
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -151,6 +152,7 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
             "the answer holds no token ids (neither choices[].token_ids, nor logprobs.tokens as 'token_id:N')",
             hint="The server must honour return_token_ids or return_tokens_as_token_ids: use a newer vLLM or Dynamo. "
             "CWTRAIN_ROLLOUT_TOKEN_IDS=0 tokenises the text again, which is not exact",
+            without_ids=True,
         )
     told = [f"choice {index}: {problems[index]}" for index in sorted(problems)]
     told += [f"choice {index} is missing" for index in range(wanted.n) if index not in good and index not in problems]

@@ -96,6 +96,7 @@ def fields(
     logprobs: int,
     stream: bool,
     timed: bool,
+    completion_ids: bool,
 ) -> dict[str, Any]:
     """Return the JSON body of one request. Neutral values are sent, never left out."""
     body: dict[str, Any] = {
@@ -131,9 +132,8 @@ def fields(
         body["seed"] = seed
     if isinstance(prompt, str):
         body["add_special_tokens"] = False
-    wanted = [name for name, asked in (("timing", timed), ("routed_experts", config.routed_experts)) if asked]
-    if config.token_ids and n == 1:
-        wanted.append("completion_token_ids")
+    asked = {"timing": timed, "routed_experts": config.routed_experts, "completion_token_ids": completion_ids}
+    wanted = [name for name, is_asked in asked.items() if is_asked]
     nvext: dict[str, Any] = {}
     if salt is not None:
         nvext["cache_salt"] = salt

@@ -103,7 +103,10 @@ class Sampler:
             "name": self._name,
             "tokenise": self._tokenise,
             "on_drop": self._on_drop,
-            "learned": {name: getattr(engine, name) for name in ("mode", "context", "logprobs", "text", "split")},
+            "learned": {
+                name: getattr(engine, name)
+                for name in ("mode", "context", "logprobs", "text", "split", "completion_ids")
+            },
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
