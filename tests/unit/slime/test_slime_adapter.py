@@ -46,6 +46,10 @@ class Remembering:
             raise self.error
         return self._outcome(int(Path(path).name.removeprefix("weight_v")))
 
+    def note_checkpoint(self, directory: Path, *, step: int) -> str:
+        self.asked.append((directory.name, step))
+        return ""
+
     def close(self) -> None:
         self.closed = True
 
@@ -143,6 +147,29 @@ def test_all_problems_of_the_environment_at_once(
     with pytest.raises(ConfigError) as caught:
         adapter.post_write(run_args(tmp_path), str(tmp_path / "weight_v000001"))
     assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "noted"),
+    [({}, True), ({"update_weights_interval": 2}, False), ({"async_save": True}, False)],
+    ids=["each step", "rarer updates", "saves behind"],
+)
+def test_a_note_beside_the_trainers_checkpoint(
+    more: dict[str, Any], noted: bool, adapter: Adapter, made: list[Remembering], tmp_path: Path
+) -> None:
+    """The pair to resume from; an older checkpoint, and steps without one, get none."""
+    saved = tmp_path / "saved"
+    for iteration in (19, 39):
+        (saved / f"iter_{iteration:07d}").mkdir(parents=True)
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    tracker.write_text("19")
+    run = run_args(tmp_path, save=str(saved), **more)
+    adapter.post_write(run, str(tmp_path / "weight_v000019"))
+    tracker.write_text("39\n")
+    for number in (39, 40):
+        adapter.post_write(run, str(tmp_path / f"weight_v{number:06d}"))
+    notes = [one for one in made[0].asked if one[0].startswith("iter_")]
+    assert notes == ([("iter_0000039", 39)] if noted else [])
 
 
 def test_plugins_of_the_other_ranks_hear_of_the_files(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from cwtrain.errors import SnapshotError, SnapshotLayoutError
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotKind
 from cwtrain.snapshots import inspect_snapshot
 from cwtrain_slime._check_flags import directories
+from cwtrain_slime._checkpoints import TRACKER
 from cwtrain_slime._dialect import Dialect
 from cwtrain_slime._findings import Finding, finding
 
 __all__ = ["check_base", "check_disks"]
 
-_TRACKER = "latest_checkpointed_iteration.txt"
 _ROOM = 3
 """So many times the base's size on the disks is comfortable; below it is worth a word."""
 
@@ -69,13 +69,13 @@ def _resume(dialect: Dialect, flags: Mapping[str, Any]) -> Iterator[Finding]:
     if not load:
         return
     spelled = dialect.flag("load")
-    tracker = Path(load) / _TRACKER
+    tracker = Path(load) / TRACKER
     if not tracker.is_file():
         if Path(load).is_dir() and any(Path(load).iterdir()):
             yield finding(
                 "resume",
-                f"{spelled} {load} has no {_TRACKER}: {dialect.name} then starts a fresh run without a word",
-                f"restore {_TRACKER}, or leave {spelled} out to start anew",
+                f"{spelled} {load} has no {TRACKER}: {dialect.name} then starts a fresh run without a word",
+                f"restore {TRACKER}, or leave {spelled} out to start anew",
             )
         return
     iteration = tracker.read_text(encoding="utf-8", errors="replace").strip()

@@ -24,6 +24,7 @@ from cwtrain.events import WeightsWritten, WriteMode
 from cwtrain.hotload.publisher import Publisher, PublishOutcome
 from cwtrain.plugins import Plugins, get_plugins
 from cwtrain_slime._args import RunArgs
+from cwtrain_slime._checkpoints import SavedCheckpoints
 from cwtrain_slime._parts import Part, PartsSender, Send, Spread, headers, local_shards, refuse_mirror, send, spread_of
 from cwtrain_slime._ranks import Ranks, Work, find_ranks
 from cwtrain_slime._talk import Done, Talk
@@ -51,6 +52,7 @@ class Adapter:
         self._plugins = plugins
         self._publisher: Publisher | None = None
         self._parts = PartsSender()
+        self._saved: SavedCheckpoints | None = None
         self._progress = ""
         self._ending = False
 
@@ -160,16 +162,31 @@ class Adapter:
         try:
             publisher = self._made(run, world_size=ranks.size)
             if spread is None:
-                return publisher.publish_directory(version_dir, deadline=deadline)
-            refuse_mirror(publisher.settings, full_mode=run.full_mode, spread=spread, version_dir=version_dir)
-            with self._parts.sending(Path(version_dir), parts, talk, spread, publisher) as directory:
-                return publisher.publish_directory(directory, deadline=deadline)
+                outcome = publisher.publish_directory(version_dir, deadline=deadline)
+            else:
+                refuse_mirror(publisher.settings, full_mode=run.full_mode, spread=spread, version_dir=version_dir)
+                with self._parts.sending(Path(version_dir), parts, talk, spread, publisher) as directory:
+                    outcome = publisher.publish_directory(directory, deadline=deadline)
+            self._note(publisher)
+            return outcome
         except BaseException:
             self._drop()
             raise
 
+    def _note(self, publisher: Publisher) -> None:
+        """Write beside a checkpoint that the trainer has just saved which snapshot has the same weights."""
+        found = self._saved.new() if self._saved is not None else None
+        if found is None:
+            return
+        try:
+            publisher.note_checkpoint(found[0], step=found[1])
+        except CWTrainError as exc:
+            logger.warning("no note beside %s: %s", found[0], exc)
+
     def _made(self, run: RunArgs, *, world_size: int | None = None) -> Publisher:
         """Return the publisher, made at the first call: only then the environment is looked at."""
+        if self._saved is None:
+            self._saved = SavedCheckpoints(run.raw)
         if self._publisher is None:
             settings = HotLoadConfig.from_env()
             if run.full_mode and settings.mirror is None:
