@@ -25,6 +25,8 @@ class EndpointModel:
     slots: int = 10**9
     misfortune: float = 0.0
     outage: tuple[float, float] = (0.0, 0.0)
+    gateway: bool = False
+    """Whether somebody stands before it who answers 502 in an outage."""
     refuse_first: int = 0
     seed: int = 0
     bodies: list[dict[str, Any]] = attrs.field(factory=list)
@@ -53,6 +55,8 @@ class EndpointModel:
         self, request: dict[str, Any], headers: Mapping[str, str], loop: asyncio.AbstractEventLoop
     ) -> Reply:
         if self.outage[0] <= loop.time() < self.outage[1]:
+            if self.gateway:
+                return Reply(status=502, body=b"<html>bad gateway</html>")
             raise NoAnswer("the connection failed (refused)")
         if self.refuse_first:
             self.refuse_first -= 1

@@ -84,11 +84,12 @@ def test_the_adaptive_window_lives_through_it_too() -> None:
     assert all(group.whole for group in got)
 
 
-def test_an_outage_of_twenty_seconds_exhausts_no_group_and_sends_no_storm() -> None:
+@pytest.mark.parametrize("gateway", [False, True], ids=["refused connections", "502 from a gateway"])
+def test_an_outage_of_twenty_seconds_exhausts_no_group_and_sends_no_storm(gateway: bool) -> None:
     """B35: a refused request keeps its room, and one at a time looks whether the endpoint is back."""
-    endpoint = EndpointModel(service=2.0, outage=(1010.0, 1030.0))
+    endpoint = EndpointModel(service=2.0, outage=(1010.0, 1030.0), gateway=gateway)
     ear = Ear()
-    one = sampler(endpoint, ear, concurrency=128, max_attempts=2)
+    one = sampler(endpoint, ear, concurrency=128)
     got = run_virtually(lambda: one.sample(groups(1500, n=1), PARAMS))
     assert len(got) == 1500
     seconds = Counter(int(moment) for moment in endpoint.times)
@@ -98,7 +99,7 @@ def test_an_outage_of_twenty_seconds_exhausts_no_group_and_sends_no_storm() -> N
     assert sum(outage[3:]) >= 3, "somebody looks"
     assert seconds[1030] + seconds[1031] + seconds[1032] + seconds[1033] + seconds[1034] + seconds[1035] >= 128
     (away,) = [event for event in ear.heard if isinstance(event, RolloutUnavailable)]
-    assert "refused" in away.reason
+    assert ("502" if gateway else "refused") in away.reason
 
 
 def test_fifty_refusals_in_a_row_change_nothing_about_how_prompts_are_sent() -> None:

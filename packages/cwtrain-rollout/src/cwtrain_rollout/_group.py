@@ -22,6 +22,7 @@ from cwtrain_rollout.transport import NoAnswer, Reply
 __all__ = ["Got", "GroupRun", "all_or_nothing"]
 
 _FIRST_PAUSE = 0.25
+_FIRST_PAUSE_AFTER_BAD = 0.5
 _LONGEST_PAUSE = 10.0
 
 T = TypeVar("T")
@@ -29,6 +30,12 @@ T = TypeVar("T")
 
 class _Cut(str):
     """What is wrong with an answer that ended in the middle."""
+
+    __slots__ = ()
+
+
+class _Broken(str):
+    """What is wrong with a 5xx: a bad answer, and many in a row are an outage like any other."""
 
     __slots__ = ()
 
@@ -120,15 +127,19 @@ class GroupRun:
                 history = engine.history()
                 outcome = await self._send(ask, seed, request_id, history)
                 told = True
-                if isinstance(outcome, Refusal):
+                if isinstance(outcome, Refusal | _Broken):
+                    reason = outcome.reason if isinstance(outcome, Refusal) else outcome
+                    floor = outcome.floor if isinstance(outcome, Refusal) else 0.0
                     outage = admission.refused(
                         epoch,
-                        floor=outcome.floor if outcome.floor <= engine.config.deadline else 0.0,
-                        overload=outcome.overload,
+                        floor=floor if floor <= engine.config.deadline else 0.0,
+                        overload=isinstance(outcome, Refusal) and outcome.overload,
                         probe=probe,
                     )
                     if outage:
-                        engine.unavailable(outcome.reason)
+                        engine.unavailable(reason)
+                    if isinstance(outcome, _Broken):
+                        return outcome
                 elif isinstance(outcome, ReadAnswer):
                     admission.answered(epoch, len(ask.indices), outcome.queue_seconds)
                     return self._keep(ask, outcome, history, request_id)
@@ -212,7 +223,7 @@ class GroupRun:
             engine.totals.refusals += 1
             return refusal
         if reply.status >= 500 and reply.status != 501:
-            return f"HTTP {reply.status}: {engine.quoted(reply.body)}"
+            return _Broken(f"HTTP {reply.status}: {engine.quoted(reply.body)}")
         lesson = engine.learn(reply, text_given=self.group.text is not None, tokens=len(ask.prompt) + ask.max_tokens)
         if lesson is None:
             raise engine.refused(reply, request_id)
@@ -286,7 +297,9 @@ class GroupRun:
         worst = max(self.attempts.values(), default=0)
         if worst >= most:
             raise self._exhausted(f"{worst} of {most} attempts gave a bad answer", reason, request_id)
-        await self._pause(reason, 0.0, request_id, tries)
+        # Longer pauses than after a refusal: eight attempts outlast an outage of twenty seconds.
+        pause = _pause_of(_FIRST_PAUSE_AFTER_BAD, tries) * (0.75 + 0.25 * self.engine.rng.random())
+        await self._pause(reason, pause, request_id, tries)
 
     async def _pause(self, reason: str, floor: float, request_id: str, tries: int) -> None:
         """Pause, at least ``floor`` seconds; raises when the group's time for retries is over."""
@@ -294,8 +307,7 @@ class GroupRun:
         now = engine.clock()
         self.first_failure = now if self.first_failure is None else self.first_failure
         left = engine.config.deadline - (now - self.first_failure)
-        backoff = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 10))
-        pause = max(floor, backoff * (0.5 + 0.5 * engine.rng.random()))
+        pause = max(floor, _pause_of(_FIRST_PAUSE, tries) * (0.5 + 0.5 * engine.rng.random()))
         if pause > left:
             why = f"the next try is {pause:g} s away and {max(0.0, left):.1f} s are left for retries"
             raise self._exhausted(why, reason, request_id)
@@ -321,6 +333,10 @@ class GroupRun:
             hint="Look for the request id in the server's log, or allow more with CWTRAIN_ROLLOUT_MAX_ATTEMPTS and "
             "CWTRAIN_ROLLOUT_DEADLINE",
         )
+
+
+def _pause_of(first: float, tries: int) -> float:
+    return min(_LONGEST_PAUSE, first * 2.0 ** min(tries, 10))
 
 
 async def all_or_nothing(work: Sequence[Awaitable[T]]) -> list[T]:
