@@ -142,6 +142,7 @@ class SnapshotWriter:
             full=self._full,
             most_bytes=shard_bytes or self._sizes.single_bytes,
             fixed=shard_bytes is not None,
+            large_bytes=self._sizes.single_bytes,
             kind_of=self._types.__getitem__,
         )
         self._pipeline: DeltaPipeline | FullPipeline
@@ -169,7 +170,7 @@ class SnapshotWriter:
             self._upload.check()
             found = tensor_input(name, tensor, dtype=dtype, shape=shape)
             self._accept(name, TensorType(found.dtype, found.shape, found.size_bytes))
-            self._pipeline.add(name, found.size_bytes, found.pieces())
+            self._pipeline.add(name, found.size_bytes, found.pieces)
 
     def close(self, *, raises: bool = True) -> ShardReceipt:
         """Wait until everything that was added is in the bucket, and return the receipt for ``finalise``.

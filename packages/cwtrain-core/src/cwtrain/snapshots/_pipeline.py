@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -56,8 +56,12 @@ class Old(Protocol):
 class Sink(Protocol):
     """Takes what is written, tensor by tensor, in the thread that adds."""
 
-    def begin_tensor(self, name: str) -> None:
-        """Take note which tensor comes."""
+    @property
+    def large_bytes(self) -> int:
+        """From which size on the checksum of a whole tensor is wanted before its bytes."""
+
+    def begin_tensor(self, name: str, *, checksum: str | None = None) -> None:
+        """Take note which tensor comes, and what its checksum will be where that is known."""
 
     def write(self, piece: bytes | memoryview) -> object:
         """Take the next piece of the current tensor, valid during the call."""
@@ -108,11 +112,12 @@ class DeltaPipeline:
         self._local = threading.local()
         self._lock = threading.Lock()
 
-    def add(self, name: str, size: int, pieces: Iterator[memoryview]) -> None:
+    def add(self, name: str, size: int, read: Callable[[], Iterator[memoryview]]) -> None:
         """Take a tensor of ``size`` bytes. Raises what reading it, or the work on earlier ones, raises."""
         if not size:
             self._sink.end_tensor(name, EMPTY)
             return
+        pieces = read()
         left = memoryview(b"")
         at_once = max(1, min(_MOST_AT_ONCE, size // (2 * self._chunk * self._workers)))
         for start in range(0, size, self._chunk):
@@ -260,30 +265,40 @@ class FullPipeline:
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="cwtrain-encode")
         self._lock = threading.Lock()
 
-    def add(self, name: str, size: int, pieces: Iterator[memoryview]) -> None:
-        """Take a tensor of ``size`` bytes."""
+    def add(self, name: str, size: int, read: Callable[[], Iterator[memoryview]]) -> None:
+        """Take a tensor of ``size`` bytes. One that is large for the sink is read twice: its checksum comes first."""
         if not size:
             self._sink.end_tensor(name, EMPTY)
             return
-        self._sink.begin_tensor(name)
+        if size > self._sink.large_bytes:
+            checksum = self._run(name, size, read(), lambda block: None)
+            self._sink.begin_tensor(name, checksum=adler32_hex(checksum))
+            for piece in read():
+                self._sink.write(piece)
+        else:
+            self._sink.begin_tensor(name)
+            checksum = self._run(name, size, read(), self._sink.write)
+        encoded = EncodedTensor(changed_bytes=size, checksum=adler32_hex(checksum), frame_bytes=size)
+        self._sink.end_tensor(name, encoded)
+
+    def _run(self, name: str, size: int, pieces: Iterator[memoryview], write: Callable[[memoryview], object]) -> int:
+        """Give everything to the base and to ``write``, and return the checksum."""
         checksum, start = 1, 0
         for piece in pieces:
-            if len(piece) <= _FULL_BYTES and len(piece) == size:
-                checksum = self._take(name, 0, piece)
-                self._sink.write(piece)
-                continue
+            if len(piece) == size <= _FULL_BYTES:
+                write(piece)
+                return self._take(name, 0, piece)
             blocks = [(begin, piece[begin : begin + _FULL_BYTES]) for begin in range(0, len(piece), _FULL_BYTES)]
             sums = [self._pool.submit(self._take, name, start + begin, block) for begin, block in blocks]
             try:
                 for _, block in blocks:
-                    self._sink.write(block)
+                    write(block)
             finally:
                 values = [one.result() for one in sums]
             for (_, block), value in zip(blocks, values, strict=True):
                 checksum = combine(checksum, value, len(block))
             start += len(piece)
-        encoded = EncodedTensor(changed_bytes=size, checksum=adler32_hex(checksum), frame_bytes=size)
-        self._sink.end_tensor(name, encoded)
+        return checksum
 
     def finish(self) -> None:
         """End the threads; nothing is left to do."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from cwtrain.errors import StorageError
+from cwtrain.storage._buffers import SendingStopped
 from cwtrain.storage._hands import Hands
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class StreamSizes:
 class StreamedObject:
     """One object; see ``StreamUpload.begin``."""
 
-    def __init__(self, upload: StreamUpload, name: str, key: str, sizes: StreamSizes, hands: Hands) -> None:
+    def __init__(
+        self, upload: StreamUpload, name: str, key: str, sizes: StreamSizes, hands: Hands, head: bytes | None
+    ) -> None:
         self.name = name
         self.key = key
         self.size_bytes = 0
@@ -56,7 +59,10 @@ class StreamedObject:
         self._sent: list[bool] = []
         self._etags: list[str] = []
         self._left = 0
-        self._keep = True
+        # With a head that is known from the beginning, parts are hashed in order as they come, and none is kept.
+        self._state: Any = None if head is None else hashlib.sha256(head)
+        self._turn = 0
+        self._keep = head is None
         self._hashed = False
         self._opening = threading.Lock()
 
@@ -124,6 +130,8 @@ class StreamedObject:
         self._blocks = []
         if number:
             self._hands.submit(partial(self._send_part, number))
+        elif self._state is not None:
+            self._hands.submit(partial(self._hash_in_turn, 0))
 
     def keep_no_more(self) -> None:
         """Give back what was sent, from now on at once; the object is read back for its SHA-256. Under the lock."""
@@ -163,7 +171,20 @@ class StreamedObject:
                 self.upload_id = upload_id
             return self.upload_id
 
+    def _hash_in_turn(self, number: int) -> None:
+        """Hash a part after those before it: their tasks came before this one."""
+        with self._hands.changed:
+            self._hands.changed.wait_for(lambda: self._turn == number or self._hands.stopped.is_set())
+            if self._hands.stopped.is_set():
+                raise SendingStopped
+        _feed(self._state, self._parts[number])
+        with self._hands.changed:
+            self._turn += 1
+            self._hands.changed.notify_all()
+
     def _send_part(self, number: int) -> None:
+        if self._state is not None:
+            self._hash_in_turn(number)
         self._send(number, self._parts[number])
         with self._hands.changed:
             if not self._keep or self._hashed:
@@ -185,6 +206,8 @@ class StreamedObject:
             # Sent last: whoever reads a part list sees that it is not complete.
             self._hands.changed.wait_for(lambda: self._left == 1 or self._hands.stopped.is_set())
         self._upload.check()
+        if self._state is not None:
+            sha256 = self._state.hexdigest()
         self._send(0, [memoryview(head), *self._parts[0]])
         with self._hands.changed:
             self._release(0)
@@ -225,8 +248,12 @@ def _whole(block: memoryview) -> memoryview:
 
 def sha256_of(pieces: Sequence[bytes | memoryview]) -> str:
     """Return the SHA-256 of the pieces one after the other."""
-    state: Any = hashlib.sha256()
+    state = hashlib.sha256()
+    _feed(state, pieces)
+    return state.hexdigest()
+
+
+def _feed(state: Any, pieces: Sequence[bytes | memoryview]) -> None:
     for piece in pieces:
         for begin in range(0, len(piece), _READ_BLOCK):
             state.update(piece[begin : begin + _READ_BLOCK])
-    return str(state.hexdigest())

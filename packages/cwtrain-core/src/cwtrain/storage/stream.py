@@ -9,7 +9,7 @@
 A small object is one PUT when it is finished. A larger one goes in parts as it grows; its first part, which the header
 belongs to, is held back and sent last, so no room has to be reserved for the header. SHA-256 needs the header before
 everything else: blocks that were sent are kept until then, as far as half the pool goes; of an object beyond that (one
-huge tensor) what the store has is read back.
+huge frame) what the store has is read back. Whoever knows the header before says so (``begin``), and nothing is kept.
 
 The claim is taken before the first byte is sent. Every object carries the upload's id as metadata, by which a write
 whose answer was lost is known again.
@@ -100,9 +100,13 @@ class StreamUpload:
         """How long threads were hashing and sending, all together."""
         return self._hands.busy_seconds
 
-    def begin(self, name: str) -> StreamedObject:
-        """Return a new object; nothing is sent yet."""
-        made = StreamedObject(self, name, self._location.key(self._identity, name), self._sizes, self._hands)
+    def begin(self, name: str, *, head: bytes | None = None) -> StreamedObject:
+        """Return a new object; nothing is sent yet.
+
+        ``head`` is what ``finish`` will be given, where that is known already and the object is too large for one PUT:
+        then it is hashed as it is sent, and nothing of it is kept.
+        """
+        made = StreamedObject(self, name, self._location.key(self._identity, name), self._sizes, self._hands, head)
         self._objects = [one for one in self._objects if one.open]
         self._objects.append(made)
         return made
