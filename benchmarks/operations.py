@@ -237,12 +237,21 @@ def cut_chain_peer(base: str, root: str, deltas: list[str], dest: str, endpoint:
 
 
 def cut_chain_ours(base: str, root: str, deltas: list[str], dest: str, endpoint: str, api: str) -> Operation:
-    """Publish a mirror that followed the deltas: it is a full snapshot."""
+    """Stream a mirror that followed the deltas: it is a full snapshot, and nothing is written to `dest`."""
+    from cwtrain.hotload import SnapshotWriter
+
     mirror = make_mirror(base, root)
     for delta in deltas:
         mirror.apply_delta(delta)
     loader = loader_for(endpoint, api)
-    return lambda: loader.publish(mirror.path, identity="v1"), nothing
+
+    def run() -> None:
+        with SnapshotWriter(loader.store, loader.location, "v1", kind="full", side_files=mirror.path) as writer:
+            writer.add_checkpoint(mirror.path)
+            writer.finalise([writer.close()])
+        loader.trigger("v1")
+
+    return run, nothing
 
 
 def stream_delta(size_mib: int, first: int, endpoint: str, api: str) -> Operation:

@@ -236,6 +236,25 @@ def test_the_tensor_may_be_changed_when_add_returns(store: MemoryStore, sides: P
     }
 
 
+def test_a_checkpoint_on_the_disk_is_streamed_without_a_copy(store: MemoryStore, sides: Path, tmp_path: Path) -> None:
+    """So a chain is cut from a mirror: each byte is read, hashed and sent once."""
+    old, new = make_state(1, scale=8), next_state(make_state(1, scale=8), 2)
+    filled(MemoryBase(), store, PLACE, old, sides)
+    start = download(store, PLACE, "v0", tmp_path / "v0")
+    with WeightMirror.create(start, tmp_path / "mirror") as mirror:
+        write(store, "v1", new, kind="delta", base=MirrorBase(mirror, "v0"), version=1)
+        with SnapshotWriter(store, PLACE, "v1-full", kind="full", side_files=mirror.path, sizes=TINY) as writer:
+            writer.add_checkpoint(mirror.path)
+            written = writer.finalise([writer.close()])
+        assert written.checksums == mirror.checksums
+    assert tensors_in(store, PLACE, "v1-full") == {name: raw(tensor) for name, tensor in new.items()}
+    checkpoint = download(store, PLACE, "v1-full", tmp_path / "v1-full")
+    with SnapshotWriter(store, PLACE, "v2", kind="delta", base=CheckpointBase(start, "v0"), sizes=TINY) as writer:
+        writer.add_checkpoint(checkpoint)
+        writer.finalise([writer.close()])
+    assert tensors_in(store, PLACE, "v2", old) == tensors_in(store, PLACE, "v1-full")
+
+
 @pytest.mark.parametrize("encoder", ["sequences", "public"])
 def test_with_and_without_the_faster_encoder(
     store: MemoryStore, sides: Path, monkeypatch: pytest.MonkeyPatch, encoder: str

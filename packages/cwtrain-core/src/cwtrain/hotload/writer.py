@@ -37,8 +37,9 @@ from cwtrain.hotload._writer_shards import ShardSink
 from cwtrain.hotload._writer_side import read_side_files
 from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
-from cwtrain.snapshots._inputs import tensor_input
+from cwtrain.snapshots._inputs import TensorInput, checkpoint_input, tensor_input
 from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
+from cwtrain.snapshots.checkpoint import open_checkpoint
 from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
@@ -165,12 +166,24 @@ class SnapshotWriter:
         permission, TransportError. Everything is aborted then.
         """
         with self._guarded("add"):
-            if self._receipt is not None:
-                raise SnapshotError(f"{self.identity}: tensor {name!r} comes after close()")
-            self._upload.check()
-            found = tensor_input(name, tensor, dtype=dtype, shape=shape)
-            self._accept(name, TensorType(found.dtype, found.shape, found.size_bytes))
-            self._pipeline.add(name, found.size_bytes, found.pieces)
+            self._take(name, tensor_input(name, tensor, dtype=dtype, shape=shape))
+
+    def add_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Add every tensor of a full checkpoint on the disk: a directory, one file, or a mirror's ``path``.
+
+        Read in blocks, once (a tensor above 64 MiB twice, from the page cache); no copy is made on the disk. Raises as
+        ``add``, and SnapshotChangedError when a file changes meanwhile.
+        """
+        with self._guarded("add"):
+            for tensor in open_checkpoint(path).tensors.values():
+                self._take(tensor.name, checkpoint_input(tensor))
+
+    def _take(self, name: str, found: TensorInput) -> None:
+        if self._receipt is not None:
+            raise SnapshotError(f"{self.identity}: tensor {name!r} comes after close()")
+        self._upload.check()
+        self._accept(name, TensorType(found.dtype, found.shape, found.size_bytes))
+        self._pipeline.add(name, found.size_bytes, found.pieces)
 
     def close(self, *, raises: bool = True) -> ShardReceipt:
         """Wait until everything that was added is in the bucket, and return the receipt for ``finalise``.

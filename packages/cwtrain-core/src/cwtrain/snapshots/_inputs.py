@@ -14,9 +14,10 @@ from typing import Any
 import attrs
 
 from cwtrain.errors import SnapshotError
+from cwtrain.snapshots.checkpoint import Tensor
 from cwtrain.snapshots.header import DTYPE_BITS
 
-__all__ = ["TensorInput", "tensor_input"]
+__all__ = ["TensorInput", "checkpoint_input", "tensor_input"]
 
 _COPY_BYTES = 4 << 20
 _NAMES = {
@@ -63,6 +64,21 @@ def tensor_input(
     if dtype is None and shape is None:
         return found
     return _as_told(name, found, dtype, shape)
+
+
+def checkpoint_input(tensor: Tensor) -> TensorInput:
+    """Return a tensor of a checkpoint on the disk, read in blocks."""
+
+    def pieces() -> Iterator[memoryview]:
+        block = memoryview(bytearray(min(_COPY_BYTES, tensor.size_bytes)))
+        with tensor.open() as file:
+            for begin in range(0, tensor.size_bytes, _COPY_BYTES):
+                view = block[: min(_COPY_BYTES, tensor.size_bytes - begin)]
+                file.read_into(tensor.offset + begin, view)
+                yield view
+            tensor.check(file)
+
+    return TensorInput(dtype=tensor.dtype, shape=tensor.shape, size_bytes=tensor.size_bytes, pieces=pieces)
 
 
 def _as_told(name: str, found: TensorInput, dtype: str | None, shape: Sequence[int] | None) -> TensorInput:
