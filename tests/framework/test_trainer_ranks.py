@@ -99,15 +99,21 @@ def test_thirty_versions_and_everything_that_happens_to_a_run(
     assert {"hotload/total_seconds", "hotload/uploaded_bytes", "hotload/chain_length"} <= set(tracked[0]["names"])
 
 
-def test_nodes_that_share_no_disk(emulator: Any, deployment: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    """Each rank sends its own shards, rank 0 the index; miles with slime's path."""
-    lives = [["baseline", "delta", "empty", "delta"], ["baseline", "delta"]]
+def test_nodes_that_share_no_disk(
+    emulator: Any, deployment: dict[str, Any], faults: Any, model: Path, tmp_path: Path
+) -> None:
+    """Each rank sends its own shards, rank 0 the index; one that fails to send stops all. miles, with slime's path."""
+    faults.add("store", "denied", permission="s3:PutObject", path="run-v000002/model-00001-of-00002")
+    lives = [["baseline", "delta", "delta"], ["baseline", "delta", "empty", "delta"]]
     path = "cwtrain.integrations.slime.hook"
     plan = {"dialect": "miles", "hook": path, "base": str(model), "lives": lives, "node_local": True}
     run(plan, emulator, deployment, tmp_path, CWTRAIN_HOTLOAD_FULL_EVERY="0", CWTRAIN_HOTLOAD_MIRROR="0")
-    for life in (0, 1):
-        for rank in (0, 1):
-            assert seen(tmp_path, life, rank)["seen"] == lives[life]
+    stopped = [seen(tmp_path, 0, rank)["seen"] for rank in (0, 1)]
+    assert [len(one) for one in stopped] == [3, 3]
+    assert [one[-1]["error"] for one in stopped] == ["StorageAccessError"] * 2
+    assert stopped[0][-1]["notes"][-1] == "rank 1 of 2 failed, so all ranks stop"
+    for rank in (0, 1):
+        assert seen(tmp_path, 1, rank)["seen"] == lives[1]
     replicas_hold_the_truth(emulator, deployment, tmp_path)
 
 
