@@ -44,6 +44,7 @@ def kill_publishers(seeds: Iterable[int], ends: Counter[str], *, versions: int) 
                 print(error, file=sys.stderr)
             finally:
                 scene.close()
+                emulator.control.clear_faults()
             ends.update(story.ends)
             print(f"seed {seed}: {story.ends['killed']} kills, {len(wrong)} wrong so far", flush=True)
             api.ok("DELETE", f"/deployments/{scene.deployment_id}")

@@ -114,16 +114,18 @@ class Scene:
             assert self.service.own(f"/replicas/{replica['name']}/tensors") == hashes(tensors)
 
     def served_bytes_are(self, held, hot_loads):
-        """Return whether every replica serves the newest hot-load's identity with the bytes that it must hold."""
-        identity = hot_loads[0].identity if hot_loads else None
+        """Return whether every replica serves an identity with the bytes that it must hold.
+
+        It is the newest hot-load's where that is COMPLETED; after one that failed, replicas may differ.
+        """
+        done = not hot_loads or hot_loads[0].state.value == "COMPLETED"
+        wanted = {hot_loads[0].identity} if hot_loads and done else {one.identity for one in hot_loads}
         for replica in self.replicas():
-            if identity is None:
-                if replica["identity"] not in ("", "initial"):
+            identity = replica["identity"]
+            if identity in ("", "initial"):
+                if hot_loads and done:
                     return False
-            elif (
-                replica["identity"] != identity
-                or self.service.own(f"/replicas/{replica['name']}/tensors") != held[identity]
-            ):
+            elif identity not in wanted or self.service.own(f"/replicas/{replica['name']}/tensors") != held[identity]:
                 return False
         return True
 
