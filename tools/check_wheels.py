@@ -34,7 +34,7 @@ MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.to
 SETS = {"core": "cwtrain-core", "slime": "cwtrain-core[slime]", "all": "cwtrain-core[all]"}
 BROUGHT = {
     "core": {"cwtrain-core"},
-    "slime": {"cwtrain-core", "cwtrain-slime"},
+    "slime": {"cwtrain-core", "cwtrain-rollout", "cwtrain-slime"},
     "all": set(MEMBERS),
 }
 
