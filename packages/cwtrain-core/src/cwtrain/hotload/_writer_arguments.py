@@ -17,6 +17,7 @@ __all__ = ["encoders", "kind_of", "predecessor", "side_directory", "stream_sizes
 _MIB = 1 << 20
 _MOST_WORKERS = 8
 _LEAST_POOL_BYTES = 48 * _MIB
+_SHARDS_IN_POOL = 6
 
 
 def predecessor(identity: str, base: BaseTensors | None, given: str | None, *, full: bool) -> str | None:
@@ -77,10 +78,10 @@ def encoders(workers: int | None, memory_bytes: int) -> int:
 
 
 def stream_sizes(memory_bytes: int, workers: int) -> StreamSizes:
-    """Return how the memory that the encoders leave is used."""
+    """Return how the memory that the encoders leave is used: shards so large that several are on their way at once."""
     pool = memory_bytes - BASE_BYTES - workers * WORKER_BYTES
     return StreamSizes(
         pool_bytes=pool,
         part_bytes=16 * _MIB if pool >= 128 * _MIB else 8 * _MIB,
-        single_bytes=64 * _MIB if pool >= 160 * _MIB else 16 * _MIB,
+        single_bytes=max(16 * _MIB, min(128 * _MIB, pool // _SHARDS_IN_POOL // (16 * _MIB) * 16 * _MIB)),
     )

@@ -67,8 +67,8 @@ class SnapshotWriter:
 
     ``memory_bytes`` bounds what the process needs beside the base, the interpreter and its libraries included.
     ``workers`` threads encode and ``upload_workers`` send. ``shard_bytes`` is how large a shard gets before the next
-    one is begun (without it they grow to 64 MiB). ``max_bytes_per_second`` limits the bandwidth (without it
-    ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``sizes`` says how objects are cut, for tests.
+    one is begun (without it they grow to 32 MiB, or more with more memory). ``max_bytes_per_second`` limits the
+    bandwidth (without it ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``sizes`` says how objects are cut, for tests.
 
     Raises ConfigError and SnapshotError for arguments that do not fit together. Nothing is written before the first
     shard is full, and then the claim comes first. Its methods are for one thread.
@@ -171,8 +171,8 @@ class SnapshotWriter:
     def add_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Add every tensor of a full checkpoint on the disk: a directory, one file, or a mirror's ``path``.
 
-        Read in blocks, once (a tensor above 64 MiB twice, from the page cache); no copy is made on the disk. Raises as
-        ``add``, and SnapshotChangedError when a file changes meanwhile.
+        Read in blocks, once (a tensor that is larger than a shard twice, from the page cache); no copy is made on the
+        disk. Raises as ``add``, and SnapshotChangedError when a file changes meanwhile.
         """
         with self._guarded("add"):
             for tensor in open_checkpoint(path).tensors.values():

@@ -44,7 +44,7 @@ UPLOAD_KEY = "cwtrain-upload"
 """The user metadata with the id of the streamed upload that an object belongs to."""
 
 _FIRST_BLOCKS = 8
-_IN_FLIGHT = 3
+_IN_FLIGHT = 4
 """The pool may have so many times the size of the object that is being made."""
 _GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 10.0
