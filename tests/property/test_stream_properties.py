@@ -16,7 +16,7 @@ PLACE = Location("memory", "rl")
 SIZES = StreamSizes(pool_bytes=2048, block_bytes=64, part_bytes=128, single_bytes=512)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
     heads=st.integers(0, 200),
