@@ -89,9 +89,9 @@ Nothing is loaded at `import cwtrain`. Plugins are found in the entry-point grou
 `CWTRAIN_DISABLED_PLUGINS`, `CWTRAIN_STRICT_PLUGINS` and `CWTRAIN_TRACE_PLUGINS` are in
 [environment variables](environment.md). `cwtrain plugins list` shows what there is and what is broken.
 
-Today `HotLoader` asks the guard and tells of every step of a publish. The hooks that name and choose snapshots, that
-sync weights, and that hear of a trainer's writes and of rollouts are part of the contract, and are called by the
-trainers' adapters and samplers that bring them.
+`HotLoader` asks the guard and tells of every step of a publish. `Publisher`, which stands behind every trainer's adapter,
+asks for a name and for a choice, has the sync done through its hook (core's own publish is the plugin that is asked
+last), and tells of what was written; adapters tell of it on their other ranks. Samplers tell of rollouts.
 """
 
 EVENTS_HEAD = """## Events

@@ -106,7 +106,7 @@ def cwtrain_register_commands(cli: click.Group) -> None:
 
 @hookspec(firstresult=True)
 def cwtrain_name_snapshot(written: WeightsWritten) -> str | None:
-    """Return the identity to publish ``written`` under, or None for no opinion. Asked before anything is read."""
+    """Return the identity to publish ``written`` under, or None for no opinion. Asked before any weights are read."""
 
 
 @hookspec(firstresult=True)
@@ -121,7 +121,10 @@ def cwtrain_choose_snapshot(written: WeightsWritten, chain: Chain) -> SnapshotCh
 def cwtrain_sync_weights(request: WeightSyncRequest) -> WeightSyncResult | None:
     """Bring the weights to the deployment and say what became of it, or return None to leave it to the next.
 
-    Asked on rank 0. May be wrapped (``hookimpl(wrapper=True)``) to time or to serialise what the others do.
+    Asked on rank 0. ``request.path`` is a directory, or the ``s3://`` URI of what was streamed into the bucket
+    already. ``request.settings`` has ``wait``, ``version`` and ``publish``, the publisher's own way (called with a
+    request). What the service says of the ``hot_load_id`` in the result is what counts. May be wrapped
+    (``hookimpl(wrapper=True)``) to time or to serialise what the others do.
     """
 
 
