@@ -180,3 +180,22 @@ def test_the_same_version_again_is_not_published_twice(scene: Scene) -> None:
     assert scene.hook(path).identity == scene.hook(path).identity == "run-v000001"
     assert json.loads(Path(path, "model.safetensors.index.json").read_text())["metadata"]["version"] == "000001"
     assert os.path.isdir(path), "the trainer's directories stay"
+
+
+def test_a_retry_on_another_cell_of_miles(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process lives on while another one begins with a baseline call of its own, in the middle of the run."""
+    monkeypatch.setenv("MILES_EXPERIMENTAL_FT_TRAINER", "1")
+    del scene.args.update_weight_mode
+    scene.args.update_weight_transfer_mode = "disk-delta"
+    scene.hook(scene.trainer.updates)
+    for number in (1, 2):
+        assert scene.hook(scene.trainer.step()).identity == f"run-v{number:06d}"
+    left = scene.adapter
+    scene.trainer.restart()
+    scene.restart()
+    scene.args.update_weight_transfer_mode = "disk-delta"
+    del scene.args.update_weight_mode
+    scene.hook(scene.trainer.updates)
+    assert scene.hook(scene.trainer.step()).identity == "run.2-v000001"
+    assert scene.everyone_has(1)
+    assert left is not scene.adapter

@@ -34,6 +34,8 @@ class Remembering:
         self.settings, self.given = settings, given
         self.asked: list[tuple[str, Any]] = []
         self.closed = False
+        self.run_id = settings.run_id or "made-up"
+        self.baseline_running = False
         self.error: CWTrainError | None = None
 
     def baseline(self, *, wait_seconds: float) -> PublishOutcome:
@@ -132,6 +134,20 @@ def test_after_an_error_the_publisher_is_let_go(adapter: Adapter, made: list[Rem
     assert made[0].closed
     adapter.post_write(run_args(tmp_path), str(tmp_path / "weight_v000002"))
     assert len(made) == 2
+
+
+def test_a_fault_tolerant_trainer_goes_on_in_another_process(
+    adapter: Adapter, made: list[Remembering], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """miles retries a failed update on another cell while the first one lives: nothing is held between two calls."""
+    monkeypatch.setenv("MILES_EXPERIMENTAL_FT_TRAINER", "1")
+    common = {"update_weight_disk_dir": str(tmp_path), "hf_checkpoint": "/base", "rank": 0, "world_size": 1}
+    run = RunArgs.of(Namespace(update_weight_transfer_mode="disk-delta", **common))
+    adapter.post_write(run, str(tmp_path))
+    for number in (1, 2):
+        adapter.post_write(run, str(tmp_path / f"weight_v{number:06d}"))
+    assert [one.closed for one in made] == [True, True, True]
+    assert [one.settings.run_id for one in made] == [None, "made-up", "made-up"]
 
 
 def test_full_mode_keeps_no_mirror(adapter: Adapter, made: list[Remembering], tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Adapter:
         self._plugins = plugins
         self._publisher: Publisher | None = None
         self._parts = PartsSender()
+        self._run_id: str | None = None
         self._saved: SavedCheckpoints | None = None
         self._progress = ""
         self._ending = False
@@ -74,10 +75,13 @@ class Adapter:
         publisher = self._made(run)
         wait = min(publisher.settings.baseline_wait, APART_SECONDS)
         try:
-            return publisher.baseline(wait_seconds=wait)
+            outcome = publisher.baseline(wait_seconds=wait)
         except BaseException:
             self._drop()
             raise
+        if _changes_hands(run) and not publisher.baseline_running:
+            self._drop()
+        return outcome
 
     def _numbered(self, run: RunArgs, ranks: Ranks, version_dir: str) -> PublishOutcome | None:
         what = f"the publish of {Path(version_dir).name}"
@@ -168,6 +172,8 @@ class Adapter:
                 with self._parts.sending(Path(version_dir), parts, talk, spread, publisher) as directory:
                     outcome = publisher.publish_directory(directory, deadline=deadline)
             self._note(publisher)
+            if _changes_hands(run):
+                self._drop()
             return outcome
         except BaseException:
             self._drop()
@@ -188,7 +194,7 @@ class Adapter:
         if self._saved is None:
             self._saved = SavedCheckpoints(run.raw)
         if self._publisher is None:
-            settings = HotLoadConfig.from_env()
+            settings = HotLoadConfig.from_env(run_id=self._run_id)
             if run.full_mode and settings.mirror is None:
                 # Every version is whole: there is nothing that a mirror could be needed for.
                 settings = attrs.evolve(settings, mirror=False, full_every=0)
@@ -205,6 +211,8 @@ class Adapter:
                 plugins=plugins,
                 on_progress=self._heard,
             )
+            # Without a setting the id has the time in it: the next publisher of this process is of the same run.
+            self._run_id = self._publisher.run_id
             if not settings.wait and not self._ending:
                 self._ending = True
                 atexit.register(self._finish)
@@ -227,6 +235,14 @@ class Adapter:
             self._publisher.finish(deadline=self._publisher.settings.timeout)
         except CWTrainError as exc:
             logger.error("the last version: %s; %s", exc, exc.hint)
+
+
+def _changes_hands(run: RunArgs) -> bool:
+    """Return whether another process may have to go on: miles' fault-tolerant trainer retries an update in one.
+
+    The process that failed lives on there, so it must not hold what belongs to the run between two calls.
+    """
+    return run.dialect.name == "miles" and os.environ.get("MILES_EXPERIMENTAL_FT_TRAINER", "") not in ("", "0")
 
 
 _ADAPTERS: dict[Path, Adapter] = {}
