@@ -83,6 +83,26 @@ def test_a_state_directory_that_cannot_be_made_says_which_setting(tmp_path):
     assert "CWTRAIN_HOTLOAD_STATE_DIR" in caught.value.hint
 
 
+def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_last_state(tmp_path):
+    made = journal(tmp_path)
+    saved = made.save(made.state.opened(1))
+    (tmp_path / "journal.json.new").mkdir()
+    with pytest.raises(SnapshotError, match="the journal cannot be written") as caught:
+        made.save(saved.opened(2))
+    assert caught.value.hint
+    assert made.state == saved
+    made.close()
+
+
+def test_a_new_epoch_throws_converted_deltas_away(tmp_path):
+    made = journal(tmp_path)
+    place = made.staging_path("1-3")
+    os.makedirs(place)
+    assert made.open_epoch(2).epoch == 2
+    assert not os.path.exists(place)
+    made.close()
+
+
 # -- names and settings -----------------------------------------------------------------------------------------------
 
 

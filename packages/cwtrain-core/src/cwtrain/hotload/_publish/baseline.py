@@ -111,7 +111,7 @@ class Baseline:
             budget,
             "opening an epoch",
         )
-        journal.save(journal.state.opened(epoch))
+        journal.open_epoch(epoch)
         return epoch
 
     def _serve(self, snapshot: LocalSnapshot, epoch: int, budget: Budget) -> str:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 
-from cwtrain.errors import ConfigError
+from cwtrain.errors import ConfigError, SnapshotError
 from cwtrain.hotload._mirror_lock import MirrorLock
-from cwtrain.hotload._publish.state import SCHEMA_VERSION, State, from_json, to_json
+from cwtrain.hotload._publish.state import SCHEMA_VERSION, Acknowledged, State, from_json, to_json
 from cwtrain.snapshots._json import parse_json
 
 __all__ = ["Journal"]
 
 _NAME = "journal.json"
+_STAGING = "staging"
 
 
 class Journal:
@@ -61,11 +63,21 @@ class Journal:
 
     def staging_path(self, name: str) -> str:
         """Return where a converted delta lies until it is published."""
-        return os.path.join(self.root, "staging", name)
+        return os.path.join(self.root, _STAGING, name)
 
     def save(self, state: State) -> State:
         """Write ``state`` down, and return it: after a kill, or a crash of the machine, it is this one or the last."""
-        data = json.dumps(to_json(state), indent=1, sort_keys=True).encode()
+        try:
+            self._write(json.dumps(to_json(state), indent=1, sort_keys=True).encode())
+        except OSError as error:
+            raise SnapshotError(
+                f"{self._path}: the journal cannot be written: {error.strerror}",
+                hint="make room, or let this process write there; then the same call goes on where it stopped",
+            ) from error
+        self.state = state
+        return state
+
+    def _write(self, data: bytes) -> None:
         temporary = f"{self._path}.new"
         with open(temporary, "wb") as file:
             file.write(data)
@@ -77,8 +89,11 @@ class Journal:
             os.fsync(fd)
         finally:
             os.close(fd)
-        self.state = state
-        return state
+
+    def open_epoch(self, epoch: int, *, keep: Acknowledged | None = None) -> State:
+        """Write down that ``epoch`` begins; converted deltas of earlier ones are thrown away."""
+        shutil.rmtree(os.path.join(self.root, _STAGING), ignore_errors=True)
+        return self.save(self.state.opened(epoch, keep=keep))
 
     def close(self) -> None:
         """Let others use the directory. Can be called twice."""

@@ -76,7 +76,8 @@ class Numbered:
         deltas = self.deltas(hot_loads)
         followed = self._follow(look, measures)
         written = Written(number=seen.number, kind=look.kind, content=seen.content or self._content_now(look))
-        state = self.journal.save(self.journal.state.wrote(written, base=look.base_number, directory=look.path))
+        directory = look.path if self.settings.cleanup else None  # kept only for what deletes them
+        state = self.journal.save(self.journal.state.wrote(written, base=look.base_number, directory=directory))
         opinion = plugins.choose_snapshot(event, chains.served_chain(hot_loads))
         if followed.path is None and opinion is not SnapshotChoice.SKIP:
             opinion = SnapshotChoice.FULL

@@ -66,7 +66,7 @@ class Opening:
             look.number,
             f", on {keep.identity}" if keep else "",
         )
-        journal.save(state.opened(epoch, keep=keep))
+        journal.open_epoch(epoch, keep=keep)
         if keep is None and look.kind is not WriteKind.FULL and state.base_identity and self.base:
             if self.follower is not None:
                 self.follower.reset(self.base, 0)
