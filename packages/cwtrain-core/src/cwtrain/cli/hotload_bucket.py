@@ -27,7 +27,9 @@ __all__ = ["chain", "gc", "resume_info"]
 @click.option("--yes", is_flag=True, help="Remove what is listed. Needs s3:DeleteObject.")
 @pass_context
 def gc(ctx: Context, deployment_id: str, keep: int, yes: bool) -> None:
-    """List snapshots that nothing needs, and with --yes remove them.
+    """List or remove snapshots that nothing needs.
+
+    They are listed; with --yes they are removed.
 
     Needed is what any deployment with this bucket and prefix serves, the last N that it COMPLETED, each run's baseline,
     what lies at a deployment's model.path, everything that these stand on, and what may still be on its way. If
@@ -90,9 +92,9 @@ def _doomed(one: Doomed) -> dict[str, Any]:
 @deployment_option()
 @pass_context
 def chain(ctx: Context, deployment_id: str) -> None:
-    """Show the full snapshot and the deltas that a deployment serves.
+    """Show the chain that a deployment serves.
 
-    Each with its size in the bucket; on a terminal it is drawn, too.
+    The full snapshot and the deltas on it, each with its size in the bucket; on a terminal it is drawn, too.
     """
     from cwtrain.hotload.served_chain import chain_report, draw_chain
 
@@ -120,7 +122,10 @@ def chain(ctx: Context, deployment_id: str) -> None:
 )
 @pass_context
 def resume_info(ctx: Context, run_id: str, deployment_id: str | None) -> None:
-    """Show what is published under a run id, and what comes next when it is started again."""
+    """Show what a run has published.
+
+    And what a publisher with this run id does when it is started again.
+    """
     from cwtrain.config.hotload import clean_run_id
     from cwtrain.hotload import resume
 
