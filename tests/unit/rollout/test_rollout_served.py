@@ -135,6 +135,20 @@ def test_the_list_is_read_at_the_start_at_the_end_and_not_for_each_sample() -> N
     assert script.reads == 2
 
 
+def test_calls_that_end_while_others_go_on_share_their_last_reads() -> None:
+    """Many callers with a group each, as agents are: none waits for a poll interval, and reads are few."""
+    script = Script([[load(1)]])
+
+    async def scenario(one: Sampler) -> None:
+        await asyncio.gather(*[one.sample([Group(prompt=[1])], PARAMS) for _ in range(60)])
+
+    with CompletionsServer() as server:
+        config = RolloutConfig(base_url=server.url, model="m", concurrency=4)
+        one = Sampler(config, served=served(script, poll=3600), plugins=Plugins())
+        asyncio.run(scenario(one))
+    assert script.reads <= 10
+
+
 def test_a_404_while_weights_change_is_waited_out_and_else_final() -> None:
     missing = Raw(404, "no such model")
     with CompletionsServer(missing, missing) as server:

@@ -131,12 +131,16 @@ def bench(
     **where: Any,
 ) -> None:
     """Keep an endpoint busy for a while: requests and tokens per second, latencies, and the window over time."""
+    import attrs
+
     from cwtrain_rollout.bench import measure
     from cwtrain_rollout.sampler import Sampler
 
     backend = _backend(where, text=False, **({"concurrency": concurrency} if concurrency else {}))
     if not isinstance(backend, Sampler):
         raise click.UsageError("bench measures the sampler: use the backend dedicated or openai")
+    # The endpoint is measured, not the list of hot-loads.
+    backend = Sampler(attrs.evolve(backend.config, deployment_id=None, served_identity_file=None))
     prompts = prompt_ids or ((1, 2, 3),)
     found = asyncio.run(
         measure(backend, prompts, n=count, seconds=seconds, sampling=_sampling(where, ()), say=ctx.out.say)

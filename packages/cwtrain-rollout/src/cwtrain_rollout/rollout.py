@@ -25,6 +25,8 @@ __all__ = ["Options", "Rollout"]
 
 log = logging.getLogger("cwtrain.rollout")
 
+_LAST_READS = 0.5
+"""Seconds between the last reads of calls that end while others go on."""
 _EXACT_ATTEMPTS = 8
 """How often a sample that several versions may have made is sampled again."""
 
@@ -250,18 +252,22 @@ class Rollout:
         )
 
     async def _read_after(self, served: ServedWeights, since: float) -> History:
-        """Return a history read at ``since`` or later: at the next poll, or at once when nothing is left to ask."""
-        while True:
-            if self._nothing_asked.is_set() and self._engine.admission.idle():
-                break
-            if served.read_since(since) or not (due := served.due()):
-                break
-            waiting = due if not self._nothing_asked.is_set() else min(due, 0.25)
-            with contextlib.suppress(TimeoutError):
-                if self._nothing_asked.is_set():
-                    await self._engine.sleep(waiting)
-                else:
-                    await asyncio.wait_for(self._nothing_asked.wait(), waiting)
+        """Return a history read at ``since`` or later: at the next poll, or soon where nothing is left to ask.
+
+        Where other calls of the sampler go on, the reads of calls that end are spaced: they share them.
+        """
+        engine = self._engine
+        while not served.read_since(since):
+            if self._nothing_asked.is_set():
+                waiting = 0.0 if engine.admission.idle() else served.due(min(served.poll, _LAST_READS))
+                if waiting:
+                    await engine.sleep(min(waiting, 0.05))
+                    continue
+            elif due := served.due():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._nothing_asked.wait(), due)
+                continue
+            break
         return await served.fresh(since)
 
     def _fits(self, got: Got, after: History) -> bool:

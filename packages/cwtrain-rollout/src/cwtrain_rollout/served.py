@@ -183,9 +183,9 @@ class ServedWeights:
             unsettled = self._history is not None and not self._history.settled
             return unsettled or self._clock() - self._changed_at < seconds
 
-    def due(self) -> float:
-        """Return the seconds until the next read may begin."""
-        return max(0.0, self._begun + self.poll - self._clock())
+    def due(self, interval: float | None = None) -> float:
+        """Return the seconds until a read may begin so long (by default a poll interval) after the last one did."""
+        return max(0.0, self._begun + (self.poll if interval is None else interval) - self._clock())
 
     def read_since(self, since: float) -> bool:
         """Whether a read that began at ``since`` or later has ended well."""
