@@ -58,10 +58,21 @@ def actor(module: Any, args: Namespace, life: Life) -> Callable[[], None]:
     first = Namespace(rank=0, size=1)
     delta.get_parallel_state = lambda: Namespace(intra_dp_cp=first, tp=first, pp=Namespace(rank=life.rank, size=WORLD))
     distributed_utils.init_gloo_group()
+    # miles' own log function with a backend that remembers; it runs on the last stage alone.
+    if life.rank == WORLD - 1:
+        tracking: Any = import_module("miles.utils.tracking_utils.tracking")
+        tracking._manager._backends.append(Namespace(log=lambda metrics, step, step_key: life.tracked.append(step)))
 
     updater = delta.UpdateWeightFromDiskDelta(args, [], dict, model_name="stand-in", quantization_config=None)
     updater._for_each_hf_bucket = lambda bucket: bucket(life.gathered(), None)
     updater._record_metrics = lambda: None
+    connect = updater.connect_rollout_engines
+
+    def connected(*engines: Any, **more: Any) -> None:
+        life.connected += 1
+        connect(*engines, **more)
+
+    updater.connect_rollout_engines = connected
 
     made = object.__new__(module.MegatronTrainRayActor)
     made.args, made.weight_updater = args, updater

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from trainer_code import Handle, Life, Ray, main
+from trainer_code import WORLD, Handle, Life, Ray, main
 
 HOOK = "cwtrain.integrations.slime.hook"
 LIVES = (
@@ -66,14 +66,28 @@ def actor(module: Any, args: Namespace, life: Life) -> Callable[[], None]:
     module.print_memory = lambda *words, **more: None
     megatron: Any = sys.modules["megatron.core"]
     mpu = megatron.mpu = delta.mpu = Namespace(
-        get_data_parallel_rank=lambda with_context_parallel=False: 0, get_tensor_model_parallel_rank=lambda: 0
+        get_data_parallel_rank=lambda with_context_parallel=False: 0,
+        get_tensor_model_parallel_rank=lambda: 0,
+        get_pipeline_model_parallel_rank=lambda: life.rank,
+        get_pipeline_model_parallel_world_size=lambda: WORLD,
     )
-    assert mpu is delta.mpu
+    initialize: Any = import_module("slime.backends.megatron_utils.initialize")
+    initialize.mpu = mpu
+    # slime's own log function with a writer that remembers; it runs on the last stage alone.
+    tracking: Any = import_module("slime.observability.logging_utils")
+    tracking._TensorboardAdapter = lambda args: Namespace(log=lambda data, step: life.tracked.append(step))
     distributed_utils.init_gloo_group()
 
     updater = delta.UpdateWeightFromDiskDelta(args, [], dict, model_name="stand-in", quantization_config=None)
     updater._iter_hf_tensors = lambda: iter(life.gathered())
     updater._record_metrics = lambda: None
+    connect = updater.connect_rollout_engines
+
+    def connected(*engines: Any, **more: Any) -> None:
+        life.connected += 1
+        connect(*engines, **more)
+
+    updater.connect_rollout_engines = connected
 
     made = object.__new__(module.MegatronTrainRayActor)
     made.args, made.weight_updater = args, updater

@@ -38,7 +38,7 @@ __all__ = ["Actor", "Life", "main", "stand_ins"]
 API = "/v1alpha1/inference"
 TIED = "model.embed_tokens.weight"
 WORLD = 2
-LIMIT = 100.0
+LIMIT = 600.0
 INDEX = "model.safetensors.index.json"
 
 Tensors = dict[str, Any]
@@ -159,6 +159,10 @@ class Life:
         self.root = Path(plan["root"])
         self.tensors = self._loaded()
         self.stand_ins: list[str] = []
+        self.connected = 0
+        """How often the actor connected the writer to its engines."""
+        self.tracked: list[int] = []
+        """Versions whose metrics reached the trainer's tracker."""
 
     def _loaded(self) -> Tensors:
         """Return the weights of the trainer's own checkpoint, or of the base at its first start."""
@@ -209,7 +213,7 @@ class Life:
                 "offload_train": False,
                 "use_critic": False,
                 "use_fault_tolerance": False,
-                "use_tensorboard": False,
+                "use_tensorboard": True,
                 "use_wandb": False,
                 **common,
                 **self.spec.get("args", {}),
@@ -241,7 +245,7 @@ class Life:
                 name: hashlib.sha256(tensor.contiguous().view(self.torch.uint8).numpy().tobytes()).hexdigest()
                 for name, tensor in self.tensors.items()
             }
-        seen["stand_ins"] = self.stand_ins
+        seen |= {"stand_ins": self.stand_ins, "connected": self.connected, "tracked": self.tracked}
         (self.root / f"seen-{self.number}-{self.rank}.json").write_text(json.dumps(seen))
 
 
@@ -362,6 +366,8 @@ def _judged(
         return {**found, "ok": False, "log": tail}
     found["steps"] = [one["steps"] for one in ranks]
     found["errors"] = [one["error"] for one in ranks]
+    found["connected"] = [one["connected"] for one in ranks]
+    found["tracked"] = [one["tracked"] for one in ranks]
     found["written"] = ranks[0].get("written", [])
     found["stand_ins"] = ranks[0]["stand_ins"]
     state = emulator.control.call("GET", "/state")
@@ -378,6 +384,8 @@ def _judged(
         and all(found["replicas_equal"])
         and len(found["written"]) == expected
         and found["steps"] == [len(life["steps"])] * WORLD
+        and found["connected"] == [1 if expected else 0] * WORLD
+        and found["tracked"] == [[], list(range(1, expected + 1))]
     )
     return found
 

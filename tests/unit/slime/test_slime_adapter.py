@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import threading
 import types
 from argparse import Namespace
@@ -209,6 +211,15 @@ def test_the_hook_is_a_plain_function_that_needs_no_engines() -> None:
         hook(Namespace(), "/nowhere", [])
 
 
+def test_importing_the_hook_is_cheap() -> None:
+    """Every rank imports it at the start of its actor: no network library, no torch, and slime is not changed."""
+    code = (
+        "import sys; from cwtrain.integrations.slime import hook; from cwtrain.integrations.miles import hook as other;"
+        "assert hook is other; assert not {'boto3', 'httpx', 'numpy', 'torch', 'ray', 'slime'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +333,7 @@ def slime_tracker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         for name, values in modules.items():
             module = types.ModuleType(name)
             module.__dict__.update(values)
-            monkeypatch.setitem(__import__("sys").modules, name, module)
+            monkeypatch.setitem(sys.modules, name, module)
         return logged
 
     return put

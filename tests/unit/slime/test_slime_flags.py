@@ -46,9 +46,20 @@ FOUND: list[tuple[str, Dialect, dict[str, str | None], dict[str, str]]] = [
     ("foreign-flag", SLIME, {"--update-weight-transfer-mode": "disk-delta"}, {}),
     ("foreign-flag", MILES, {"--update-weight-mode": "delta"}, {}),
     ("custom-config", SLIME, {"--custom-config-path": "/no/such/file.yaml"}, {}),
+    ("ignored", SLIME, {"--update-weight-disk-keep-files": None}, {}),
+    ("ignored", MILES, {}, {"CWTRAIN_HOTLOAD_RUNID": "run"}),
     ("not-disk", SLIME, {"--update-weight-transport": "nccl"}, {}),
     ("not-disk", MILES, {"--update-weight-transfer-mode": "-"}, {}),
-    ("full-mode", SLIME, {"--update-weight-mode": "full"}, {}),
+    (
+        "full-mode",
+        SLIME,
+        {
+            "--update-weight-mode": "full",
+            "--update-weight-delta-encoding": "-",
+            "--update-weight-delta-checksum": "-",
+        },
+        {},
+    ),
     ("no-hook", SLIME, {HOOK: "-", "--rollout-num-gpus": "-", "--rollout-function-path": "-"}, {}),
     ("no-hook", MILES, {HOOK: "my.hook"}, {}),
     ("no-disk-dir", SLIME, {"--update-weight-disk-dir": "-"}, {}),
@@ -165,6 +176,17 @@ def test_a_custom_configuration_overrides_flags(tmp_path: Path, base: Path) -> N
     path.write_text("update_weight_transport: nccl\nrollout_top_p: 0.5\nother: 1\n")
     found = names(SLIME, flags("slime", tmp_path, base, {"--custom-config-path": str(path)}))
     assert sorted(found) == ["not-disk", "top-p"]
+
+
+def test_flags_of_deltas_have_no_effect_in_full_mode(tmp_path: Path, base: Path) -> None:
+    found = names(SLIME, flags("slime", tmp_path, base, {"--update-weight-mode": "full"}))
+    assert found == ["ignored", "ignored", "full-mode"]
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest(tmp_path: Path, base: Path) -> None:
+    environ = {**SETTINGS, "CWTRAIN_HOTLOAD_FULL_EVRY": "5"}
+    (found, _) = check_run(SLIME, flags("slime", tmp_path, base), environ=environ).findings
+    assert found.fix == "set CWTRAIN_HOTLOAD_FULL_EVERY instead"
 
 
 def test_findings_have_known_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from cwtrain.config import ApiConfig, HotLoadConfig, StorageConfig
+from cwtrain.config import ApiConfig, HotLoadConfig, StorageConfig, located
 from cwtrain.errors import ConfigError
 from cwtrain_slime._check_base import check_base, check_disks
 from cwtrain_slime._check_flags import check_flags, read_flags
@@ -157,6 +158,7 @@ def _settings(environ: Mapping[str, str]) -> tuple[HotLoadConfig | None, list[Fi
                 "leave CWTRAIN_HOTLOAD_MIRROR unset, or CWTRAIN_HOTLOAD_FULL_EVERY=0",
             )
         )
+    findings += _unknown(environ)
     if settings.run_id is None:
         findings.append(
             finding(
@@ -174,6 +176,18 @@ def _settings(environ: Mapping[str, str]) -> tuple[HotLoadConfig | None, list[Fi
             )
         )
     return settings, findings
+
+
+def _unknown(environ: Mapping[str, str]) -> list[Finding]:
+    """Return the variables that look like settings of the hook and are none."""
+    known = [name for item in located(HotLoadConfig, environ=environ) for name in item.setting.variables]
+    findings = []
+    for name in sorted(environ):
+        if name.startswith("CWTRAIN_HOTLOAD_") and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            fix = f"set {close[0]} instead" if close else f"unset {name}"
+            findings.append(finding("ignored", f"{name} is no setting of cwtrain: it has no effect", fix))
+    return findings
 
 
 def _token(environ: Mapping[str, str]) -> tuple[str | None, list[Finding]]:

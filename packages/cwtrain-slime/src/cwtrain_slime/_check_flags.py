@@ -73,7 +73,12 @@ def check_flags(
     dialect: Dialect, flags: Mapping[str, Any], settings: HotLoadConfig | None, environ: Mapping[str, str]
 ) -> list[Finding]:
     """Return what is wrong with the flags, given the settings of the environment (None where those are wrong)."""
-    findings = [*_foreign(dialect, flags), *_way_out(dialect, flags), *_format(dialect, flags, settings)]
+    findings = [
+        *_foreign(dialect, flags),
+        *_ignored(dialect, flags),
+        *_way_out(dialect, flags),
+        *_format(dialect, flags, settings),
+    ]
     findings += [*_engines(dialect, flags), *_refused(dialect, flags, settings), *_rollouts(dialect, flags, environ)]
     return findings
 
@@ -85,6 +90,20 @@ def _foreign(dialect: Dialect, flags: Mapping[str, Any]) -> Iterator[Finding]:
         ours = next(flag for flag in FLAGS if flag.name == name).spelled(dialect.name)
         fix = f"{dialect.name} calls it {ours}" if ours else f"leave it out, or run `cwtrain {other} check`"
         yield finding("foreign-flag", f"{spelled} is a flag of {other}; {dialect.name} does not know it", fix)
+
+
+def _ignored(dialect: Dialect, flags: Mapping[str, Any]) -> Iterator[Finding]:
+    """Flags that were given and have no effect in the mode that was chosen."""
+    if dialect.name != "slime":
+        return
+    full = flags["mode"] == "full"
+    for name in ("encoding", "checksum") if full else ("keep_files",):
+        if name in flags["given"]:
+            yield finding(
+                "ignored",
+                f"{dialect.flag(name)} has no effect with {dialect.flag('mode')} {flags['mode']}",
+                f"leave {dialect.flag(name)} out",
+            )
 
 
 def _way_out(dialect: Dialect, flags: Mapping[str, Any]) -> Iterator[Finding]:

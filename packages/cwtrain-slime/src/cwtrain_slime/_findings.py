@@ -25,6 +25,7 @@ LEVELS: Final = {
     "flag-value": Level.ERROR,
     "foreign-flag": Level.ERROR,
     "custom-config": Level.WARNING,
+    "ignored": Level.WARNING,
     "not-disk": Level.ERROR,
     "full-mode": Level.WARNING,
     "no-hook": Level.ERROR,

@@ -42,9 +42,10 @@ def _runs_here(run: RunArgs, module: Any) -> bool:
     if run.dialect.main_rank is None:
         # miles: one manager for each process, which lists what has been started in it.
         return bool(module._manager._backends)
+    wandb, tensorboard = (bool(getattr(run.raw, name, False)) for name in ("use_wandb", "use_tensorboard"))
+    if not wandb and not tensorboard:
+        return False
+    if wandb and getattr(sys.modules.get("wandb"), "run", None) is None:
+        return False
     where, function = run.dialect.main_rank
-    if not getattr(sys.modules.get(where), function)():
-        return False
-    if getattr(run.raw, "use_wandb", False) and getattr(sys.modules.get("wandb"), "run", None) is None:
-        return False
-    return bool(getattr(run.raw, "use_wandb", False) or getattr(run.raw, "use_tensorboard", False))
+    return bool(getattr(sys.modules.get(where), function)())
