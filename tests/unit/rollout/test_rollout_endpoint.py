@@ -246,3 +246,20 @@ def test_what_was_recorded_can_be_replayed(tmp_path: Path) -> None:
         again.sample_groups(groups, PARAMS)
     with pytest.raises(ConfigError, match="cannot be written"):
         sampler(server, record=str(tmp_path / "no" / "such" / "folder"))
+
+
+def test_the_limit_of_open_files_is_raised_for_the_window_and_never_lowered() -> None:
+    """B08: no hidden limit of the process either."""
+    import resource
+
+    from cwtrain_rollout._http import _make_room_for
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        _make_room_for(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 512
+        _make_room_for(500)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 756
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import email.utils
+import logging
 import ssl
 import threading
 import weakref
@@ -19,10 +20,14 @@ from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply
 
 __all__ = ["HttpTransport"]
 
+log = logging.getLogger("cwtrain.rollout")
+
 _CONNECT_TIMEOUT = 30.0
 _KEEP_ALIVE = 4.0
 """Idle connections end here first: uvicorn closes them after 5 seconds, just as they may be used again."""
 _READ_BUFFER = 1 << 20
+_OTHER_FILES = 256
+"""Files that a trainer's process has open besides."""
 _QUEUE_HEADERS = ("prefill-queue-duration", "fireworks-prefill-queue-duration")
 
 
@@ -115,6 +120,8 @@ class HttpTransport:
             _discard(orphan.session)
         if found is not None and not found.session.closed:
             return found.session
+        config = self._config
+        _make_room_for(config.fixed_concurrency or config.concurrency_max * config.replicas)
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE, ttl_dns_cache=60),
             trust_env=self._config.trust_env,
@@ -166,6 +173,27 @@ class _Progress:
 
 class _Disconnected(Exception):
     """The connection ended before any byte of an answer."""
+
+
+def _make_room_for(connections: int) -> None:
+    """Raise this process's limit of open files as far as it may, where the window would run into it."""
+    try:
+        import resource
+    except ImportError:  # no such limit on this system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    log.debug("The limit of open files is raised from %d to %d", soft, allowed)
+    if allowed < wanted:
+        log.warning(
+            "%d connections may be wanted, and this process may open %d files: raise the hard limit (ulimit -Hn)",
+            connections,
+            allowed,
+        )
 
 
 async def _keep(
