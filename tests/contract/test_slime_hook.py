@@ -174,6 +174,19 @@ def test_a_first_call_that_is_a_numbered_full_checkpoint(scene: Scene) -> None:
     assert scene.everyone_has(9)
 
 
+def test_full_checkpoints_that_vanish_after_the_hook(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B18: slime's full mode has no baseline call, and deletes each directory as the hook returns, with WAIT=0 too."""
+    monkeypatch.setenv("CWTRAIN_HOTLOAD_WAIT", "0")
+    scene.args.update_weight_mode = "full"
+    for number in (1, 2):
+        path = scene.trainer.step("full")
+        outcome = scene.hook(path)
+        assert (outcome.number, outcome.kind) == (number, SnapshotChoice.FULL)
+        shutil.rmtree(path)
+    scene.adapter._finish()
+    assert scene.everyone_has(2)
+
+
 def test_the_same_version_again_is_not_published_twice(scene: Scene) -> None:
     scene.hook(scene.trainer.updates)
     path = scene.trainer.step()

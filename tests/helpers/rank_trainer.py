@@ -84,8 +84,7 @@ class Rank:
         }
         if self.plan["dialect"] == "miles":
             return Namespace(update_weight_transfer_mode="disk-delta", **common)
-        mode = "full" if self.plan.get("full_mode") else "delta"
-        return Namespace(update_weight_mode=mode, update_weight_transport="disk", **common)
+        return Namespace(update_weight_mode="delta", update_weight_transport="disk", **common)
 
     def barrier(self):
         self.dist.barrier(group=self.group)
@@ -113,8 +112,6 @@ class Rank:
             os._exit(7)
         self.hook(self.args, str(version_dir), [])
         self.barrier()
-        if self.plan.get("full_mode") and self.rank == 0:
-            shutil.rmtree(version_dir)
         return None
 
     def baseline(self):
