@@ -266,6 +266,13 @@ def run_cli(*arguments: str, environ: dict[str, str] | None = None) -> subproces
     )
 
 
+@pytest.mark.parametrize("name", ["Upper", "two.labels", "-dash", "ab", "a" * 64, ""])
+def test_a_bucket_that_the_store_would_never_make_is_refused_at_once(name: str) -> None:
+    done = run_cli("serve", "--bucket", name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "lower-case letters, digits and inner dashes" in done.stderr
+
+
 def test_status_faults_and_reset_from_the_command_line(tmp_path: Path, tiny_model: Files) -> None:
     state = str(tmp_path / "state")
     with Emulator(state, replicas=1) as emulator:
@@ -312,6 +319,7 @@ def test_status_faults_and_reset_from_the_command_line(tmp_path: Path, tiny_mode
     gone = run_cli("status", "--state-dir", state)
     assert gone.returncode == 1
     assert "no emulator runs on the state directory" in gone.stderr
+    assert "cwtrain emulator serve --state-dir" in gone.stderr
 
 
 def test_which_emulator_is_asked_for() -> None:

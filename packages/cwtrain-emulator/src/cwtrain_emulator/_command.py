@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,13 @@ from pathlib import Path
 import click
 
 __all__ = ["serve_command"]
+
+
+def _bucket(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse a name that the store would refuse, again and again, while it is waited for."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", value):
+        raise click.BadParameter(f"{value!r} is none: give 3 to 63 lower-case letters, digits and inner dashes")
+    return value
 
 
 @click.command("serve")
@@ -25,7 +33,9 @@ __all__ = ["serve_command"]
     help="Where everything is kept; without it a temporary directory, deleted at the end.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of requests that have none.")
-@click.option("--bucket", default="cwtrain-weights", show_default=True, help="Name of the bucket.")
+@click.option(
+    "--bucket", default="cwtrain-weights", show_default=True, callback=_bucket, help="Name of the bucket, a host label."
+)
 @click.option("--region", default="US-EAST-04A", show_default=True, help="Region of the object store.")
 @click.option("--s3-endpoint", metavar="URL", help="Use this store (keys from AWS_*) instead of starting one.")
 @click.option("--report-identity", is_flag=True, help="Answers name the identity that made them.")

@@ -38,7 +38,10 @@ class Control:
                 found = json.loads((state_dir / _RUNNING_FILE).read_text())
                 return cls(url or found["base_url"], found["admin_token"])
             except (OSError, ValueError, KeyError):
-                raise ControlError(f"no emulator runs on the state directory {state_dir}") from None
+                raise ControlError(
+                    f"no emulator runs on the state directory {state_dir}; start one with: "
+                    f"cwtrain emulator serve --state-dir {state_dir}"
+                ) from None
         address = url or values.get("COREWEAVE_API_URL", "")
         token = values.get("COREWEAVE_API_TOKEN", "").strip()
         if not address:
@@ -97,13 +100,18 @@ class Control:
             raise ControlError(_refusal(exc)) from None
         except (OSError, ValueError) as exc:
             reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-            raise ControlError(f"no emulator answers at {self._base_url}: {reason}") from None
+            raise ControlError(
+                f"no emulator answers at {self._base_url}: {reason}; run `cwtrain emulator serve`, or correct it"
+            ) from None
 
 
 def _refusal(exc: urllib.error.HTTPError) -> str:
     with exc:
         raw = exc.read(65536)
     try:
-        return str(json.loads(raw)["message"])
+        said = str(json.loads(raw)["message"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP {exc.code}; is this the emulator?"
+    if exc.code == 401:
+        return f"{said}; export what `emulator serve` printed, or give --state-dir"
+    return said

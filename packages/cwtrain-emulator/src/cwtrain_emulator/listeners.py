@@ -101,4 +101,4 @@ def bind(host: str, port: int | None) -> socket.socket:
             sock.close()
             continue
         return sock
-    raise OSError(f"cannot listen on {host}")
+    raise OSError(f"cannot listen on {host}: it is no address of this machine, or all its ports are taken")

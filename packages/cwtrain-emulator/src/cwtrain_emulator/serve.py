@@ -64,7 +64,10 @@ def lock_state_dir(state_dir: Path) -> IO[str] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise ServeError(f"another emulator runs on the state directory {state_dir}") from None
+        raise ServeError(
+            f"another emulator runs on the state directory {state_dir}; look at it with: "
+            f"cwtrain emulator status --state-dir {state_dir}"
+        ) from None
     return file
 
 
@@ -317,7 +320,7 @@ def _listening_socket(settings: Settings) -> socket.socket:
         sock = bind(settings.host, settings.port)
         if sock.getsockname()[1] != settings.port:
             sock.close()
-            raise ServeError(f"port {settings.port} on {settings.host} is taken")
+            raise ServeError(f"port {settings.port} on {settings.host} is taken; give another, or 0 for any")
         return sock
     preferred = None
     if (settings.state_dir / "state.sqlite3").exists():

@@ -29,6 +29,7 @@ _PORTS = 5
 _LOWEST_PORT, _HIGHEST_PORT = 12_000, 22_000
 _START_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
+_LAST_LINES = 8
 
 
 class WeedError(RuntimeError):
@@ -80,7 +81,11 @@ class WeedServer:
                 self._preferred_port = self.port
                 return
             await self._end(grace=0.0)
-        raise WeedError(f"SeaweedFS did not start; its output is in {self._directory / 'weed.log'}")
+        log = self._directory / "weed.log"
+        with contextlib.suppress(OSError):  # the file may be gone before anyone can look: a temporary directory
+            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
+            raise WeedError("\n  ".join([f"SeaweedFS did not start; {log} ends with:", *said]))
+        raise WeedError(f"SeaweedFS did not start; its output is in {log}")
 
     async def keep_running(self) -> None:
         """Start the store again whenever it ends without being asked to; until this is cancelled, or it is stopped."""
