@@ -19,9 +19,10 @@ import traceback
 from collections import Counter
 
 import attrs
+import numpy as np
 
 from cwtrain.config import HotLoadConfig
-from cwtrain.errors import HotLoadFailedError
+from cwtrain.errors import HotLoadError, HotLoadFailedError
 from cwtrain.hotload import Publisher
 from cwtrain.hotload._publish.names import parse_identity
 from cwtrain.models.service import HotLoadState
@@ -61,6 +62,9 @@ class PublisherKills:
     longest: float = 1.5
     """Seconds of the longest life that is killed."""
     ends: Counter = attrs.field(factory=Counter)
+    claims_after: dict = attrs.field(factory=dict)
+    tensors: str | None = None
+    """Where the base lies of a publisher that is fed with tensors; None for one of directories."""
     damage: bool = False
     """Whether now and then an engine refuses what it loads, full snapshots too."""
 
@@ -75,6 +79,10 @@ class PublisherKills:
         if rng.random() < 0.15:
             values |= {"full_every": 0, "mirror": False}
         continues = rng.random() < 0.3
+        if rng.random() < 0.25:
+            self.tensors = rng.choice(["memory", "disk", "none"])
+            values |= {"full_every": max(2, values["full_every"]), "mirror": None}
+            self.ends[f"fed with tensors, base {self.tensors}"] += 1
         self.damage = rng.random() < 0.4 and values["full_every"] > 0
         if self.damage:
             self._damage()
@@ -175,35 +183,52 @@ class PublisherKills:
             client=client,
             s3=s3,
             plugins=plugins,
+            tensor_base=self.tensors,
             poll_interval=0.02,
         )
         log.say("written", number=0, base=None, hashes=hashes(trainer.at(0)))
-        if not continues or publisher.state.acknowledged is None:
+        if self.tensors is None and (not continues or publisher.state.acknowledged is None):
             publisher.publish_directory(trainer.updates)
         if trainer.number:
             # A trainer that goes on calls its hook again for the version that it does not know to be published.
-            self._until_taken(publisher, trainer.updates / f"weight_v{trainer.number:06d}")
+            self._until_taken(publisher, trainer)
         for kind in kinds:
             base = trainer.number
-            place = trainer.step(kind)
-            log.say(
-                "written", number=trainer.number, base=None if kind == "full" else base, hashes=hashes(trainer.tensors)
-            )
+            trainer.step(kind)
+            if kind == "full" or self.tensors is not None:
+                base = None
+            log.say("written", number=trainer.number, base=base, hashes=hashes(trainer.tensors))
             if continues:
                 (root / "trainer.new").write_bytes(pickle.dumps(trainer))
                 (root / "trainer.new").rename(kept)
-            outcome = self._until_taken(publisher, place)
+            outcome = self._until_taken(publisher, trainer)
             log.say("published", number=trainer.number, identity=outcome.identity, state=outcome.state.value)
-        self._until_taken(publisher, None)
+        self._finish(publisher, trainer)
         log.say("ended", number=trainer.number, identity=publisher.state.acknowledged.identity)
 
-    def _until_taken(self, publisher, place):
-        """Publish, or come to the end, again where the engine refused a full snapshot too: as a restart would."""
+    def _publish(self, publisher, trainer):
+        if self.tensors is None:
+            return publisher.publish_directory(trainer.updates / f"weight_v{trainer.number:06d}")
+        held = [(name, np.frombuffer(raw, np.uint8)) for name, (_, _, raw) in trainer.tensors.items()]
+        return publisher.publish_tensors(lambda: held, number=trainer.number)
+
+    def _until_taken(self, publisher, trainer):
+        """Publish, again where the engine refused a full snapshot too: as a restart would."""
         for _ in range(20):
             try:
-                return publisher.finish() if place is None else publisher.publish_directory(place)
+                return self._publish(publisher, trainer)
             except HotLoadFailedError:
                 assert self.damage
+        raise AssertionError("the faults do not end")
+
+    def _finish(self, publisher, trainer):
+        """Come to the end; a last version that did not arrive is given again."""
+        for _ in range(20):
+            try:
+                return publisher.finish()
+            except HotLoadError:
+                assert self.damage
+                self._until_taken(publisher, trainer)
         raise AssertionError("the faults do not end")
 
     # -- what must hold ------------------------------------------------------------------------------------------------
@@ -218,6 +243,7 @@ class PublisherKills:
 
     def _check(self, life):
         where = f"seed {self.seed} after life {life}"
+        self.claims_after[life] = set(self.scene.objects("_claims/"))
         lines = self._lines()
         written = {(one["life"], one["number"]): one for one in lines if one["what"] == "written"}
         hot_loads = self._ended_hot_loads(where)
@@ -245,11 +271,15 @@ class PublisherKills:
         """Return what each identity must hold. None has ever two contents."""
         held = {}
         for one in lines:
-            if one["what"] == "began":
-                content = written[self._life_of(one, written), one["number"]]["hashes"]
-                assert held.setdefault(one["identity"], content) == content, (
-                    f"{where}: {one['identity']} was used twice"
-                )
+            if one["what"] != "began":
+                continue
+            identity, content = one["identity"], written[self._life_of(one, written), one["number"]]["hashes"]
+            if held.get(identity, content) != content:
+                # Begun, and killed before the claim: what was streamed is gone, and nobody has seen the name.
+                begun = self.tensors is not None and one["life"] > 0
+                unused = f"_claims/{identity}.json" not in self.claims_after[one["life"] - 1]
+                assert begun and unused, f"{where}: {identity} was used twice"
+            held[identity] = content
         return held
 
     def _life_of(self, line, written):
@@ -271,6 +301,8 @@ class PublisherKills:
             one = began[hot_load.identity]
             life = self._life_of(one, written)
             base = written[life, one["number"]]["base"]
+            if base is None:
+                continue  # tensors: the publisher chose the base, and what is served shows that it was right
             applied_to = written[self._life_of({"life": life, "number": base}, written), base]["hashes"]
             assert held[previous] == applied_to, f"{where}: {hot_load.identity} does not apply to {previous}"
 

@@ -130,7 +130,8 @@ class Numbered:
         if not self.rules.falls_back:
             raise HotLoadError(
                 f"version {written.number} is not served: the hot-load of {state.refused} did not end well",
-                hint="start the run again with the same CWTRAIN_HOTLOAD_RUN_ID: it goes on from its base",
+                hint="give the publisher the same version again where it is still at hand, or start the run again with "
+                "the same CWTRAIN_HOTLOAD_RUN_ID: it goes on from its base",
             )
         assert self.follower is not None
         look = Look(path=self.follower.path, kind=WriteKind.FULL, number=written.number)
