@@ -72,6 +72,11 @@ class StreamedObject:
         return sum(len(block) for part in self._parts for block in part) + sum(map(len, self._blocks))
 
     @property
+    def keeps(self) -> bool:
+        """Whether what was sent is kept until it can be hashed."""
+        return self._keep
+
+    @property
     def in_parts(self) -> bool:
         """Whether it is too large for one PUT."""
         return bool(self._etags)

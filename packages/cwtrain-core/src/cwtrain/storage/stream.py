@@ -44,7 +44,7 @@ UPLOAD_KEY = "cwtrain-upload"
 """The user metadata with the id of the streamed upload that an object belongs to."""
 
 _FIRST_BLOCKS = 8
-_IN_FLIGHT = 4
+_IN_FLIGHT = 3
 """The pool may have so many times the size of the object that is being made."""
 _GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 10.0
@@ -220,7 +220,8 @@ class StreamUpload:
             kept = asking.kept_bytes
             if kept * 2 >= self._sizes.pool_bytes:
                 asking.keep_no_more()
-            most = min(self._sizes.pool_bytes, max(_FIRST_BLOCKS * size, _IN_FLIGHT * kept))
+            grown = kept if asking.keeps else min(kept, self._sizes.single_bytes)
+            most = min(self._sizes.pool_bytes, max(_FIRST_BLOCKS * size, _IN_FLIGHT * grown))
             if not self._free and self._made_bytes + size <= most:
                 self._made_bytes += size
                 return memoryview(fresh(size))
