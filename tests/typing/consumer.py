@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any, assert_type
 
 import cwtrain
-from cwtrain import HotLoader, InferenceClient, inspect_snapshot, upload_snapshot
+from cwtrain import HotLoader, InferenceClient, SnapshotWriter, inspect_snapshot, upload_snapshot
 from cwtrain.errors import CWTrainError, HotLoadInProgressError, SnapshotConflictError
-from cwtrain.hotload import HotLoadFailedError, HotLoadTimeoutError, ProgressEvent
+from cwtrain.hotload import (
+    BaseTensors,
+    HotLoadFailedError,
+    HotLoadTimeoutError,
+    MemoryBase,
+    ProgressEvent,
+    ShardReceipt,
+    WrittenSnapshot,
+)
 from cwtrain.hotload.delta import DeltaStats, checkpoint_checksums, write_delta, write_full_snapshot
 from cwtrain.infra import (
     Deployment,
@@ -70,6 +78,20 @@ def manage(client: InferenceClient, spec: dict[str, Any]) -> None:
     assert_type(lifecycle.wait_for_deployment(client, deployment.id), Deployment)
     for endpoint in lifecycle.endpoints(client, deployment):
         assert_type(lifecycle.rollout_base_url(endpoint), str)
+
+
+def stream(loader: HotLoader, tensors: dict[str, bytes]) -> None:
+    """Publish from memory."""
+    base: BaseTensors = MemoryBase()
+    with SnapshotWriter(loader.store, loader.location, "step_000002", kind="full", base=base, side_files=".") as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor, dtype="BF16", shape=[len(tensor) // 2])
+        receipt = writer.close()
+        assert_type(receipt, ShardReceipt)
+        written = writer.finalise([receipt])
+    assert_type(written, WrittenSnapshot)
+    assert_type(written.empty, bool)
+    assert_type(base.identity, str | None)
 
 
 def look(path: str) -> None:
