@@ -49,20 +49,20 @@ class HttpTransport:
     def __init__(self, config: RolloutConfig, *, path: str = "completions") -> None:
         self._config = config
         self._url = f"{config.base_url}/{path}"
+        self._timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=_CONNECT_TIMEOUT)
         self._open: dict[asyncio.AbstractEventLoop, _Open] = {}
         self._lock = threading.Lock()
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Return the answer to one POST; a connection that was dead when it was used is not the end."""
         session = await self._session()
-        timeout = aiohttp.ClientTimeout(total=self._config.timeout, sock_connect=_CONNECT_TIMEOUT)
         again = True
         while True:
             progress = _Progress()
             try:
                 with self._in_our_words(progress):
                     async with session.post(
-                        self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout
+                        self._url, data=body, headers=headers, allow_redirects=False, timeout=self._timeout
                     ) as response:
                         progress.answered = True
                         return _reply(response, await response.read())

@@ -56,10 +56,10 @@ def must_split(group: Group, config: RolloutConfig, *, streamed: bool) -> bool:
     )
 
 
-def prompt_of(group: Group, ask: Ask, *, text: bool) -> list[int] | str:
+def prompt_of(group: Group, ask: Ask, *, text: bool) -> tuple[int, ...] | str:
     """Return the prompt as it is sent."""
     if not text:
-        return list(ask.prompt)
+        return ask.prompt
     if group.text is None:
         raise ConfigError(
             "Prompts are to be sent as text, and a group has none",
@@ -88,7 +88,7 @@ def fields(
     config: RolloutConfig,
     sampling: SamplingParams,
     *,
-    prompt: list[int] | str,
+    prompt: tuple[int, ...] | str,
     n: int,
     max_tokens: int,
     seed: int | None,
