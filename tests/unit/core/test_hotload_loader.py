@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from cwtrain.errors import (
+    ConfigError,
     ConnectionFailedError,
     DeploymentFailedError,
     HotLoadCanceledError,
@@ -308,8 +309,20 @@ def test_another_policy_is_other_work(world):
     first = world.loader.publish(world.full, "v0")
     same = world.loader.trigger("v0", prompt_cache_policy=PromptCachePolicy.PRESERVE)
     assert same.id == first.id, "PRESERVE is what the server does by itself"
-    reset = world.loader.trigger("v0", prompt_cache_policy=PromptCachePolicy.RESET_ALL)
+    reset = world.loader.trigger("v0", prompt_cache_policy="RESET_ALL")
     assert reset.id != first.id
+
+
+def test_a_policy_that_does_not_exist_is_refused_before_anything_is_asked(world):
+    """B02: an unknown policy string is refused locally, by every way in."""
+    for call in (
+        lambda: world.loader.publish(world.full, "v0", prompt_cache_policy="RESET"),
+        lambda: world.loader.trigger("v0", prompt_cache_policy="RESET"),
+        lambda: world.loader.rollback("v0", prompt_cache_policy="RESET"),
+    ):
+        with pytest.raises(ConfigError, match="RESET"):
+            call()
+    assert world.service.hot_loads == []
 
 
 def test_rollback_repeats_type_and_predecessor_and_names_what_is_gone(world):

@@ -36,6 +36,7 @@ from cwtrain.hotload.upload import put_manifest, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
 from cwtrain.hotload.work import Work
 from cwtrain.infra._poll import Deadline, check_seconds
+from cwtrain.infra._requests import member
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import (
     Deployment,
@@ -252,6 +253,7 @@ class HotLoader:
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         check_identity(identity)
+        policy = member(PromptCachePolicy, prompt_cache_policy, "prompt_cache_policy")
         started = self._clock()
         snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
         inspected = self._clock() - started
@@ -260,7 +262,7 @@ class HotLoader:
         else:
             self.refresh_deployment()
         hot_loads = self.hot_loads()
-        work = Work.of(snapshot, identity, prompt_cache_policy)
+        work = Work.of(snapshot, identity, policy)
         plan = plan_publish(
             snapshot,
             work,
@@ -369,13 +371,14 @@ class HotLoader:
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         check_identity(identity)
+        policy = member(PromptCachePolicy, prompt_cache_policy, "prompt_cache_policy")
         self._wait_until_ready(limit)
         previous = previous_identity or self._previous_in_bucket(identity)
         work = Work(
             identity,
             SnapshotType.INCREMENTAL if previous else SnapshotType.FULL,
             previous,
-            PromptCachePolicy(prompt_cache_policy),
+            policy,
         )
         return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
 
@@ -394,13 +397,14 @@ class HotLoader:
         are gone from the bucket.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
+        policy = member(PromptCachePolicy, prompt_cache_policy, "prompt_cache_policy")
         self._wait_until_ready(limit)
         hot_loads = self.hot_loads()
         earlier = chains.completed(hot_loads, identity)
         if earlier is None:
             raise _never_completed(identity, self.deployment_id)
         self._require_objects(chains.chain_of(earlier, hot_loads))
-        work = Work(identity, earlier.spec.type, earlier.previous_identity, PromptCachePolicy(prompt_cache_policy))
+        work = Work(identity, earlier.spec.type, earlier.previous_identity, policy)
         return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
 
     def wait(self, hot_load_id: str, *, timeout: float | None = None, on_progress: OnProgress | None = None) -> HotLoad:

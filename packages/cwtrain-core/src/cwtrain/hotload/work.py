@@ -26,8 +26,8 @@ class Work:
     def of(cls, snapshot: LocalSnapshot, identity: str, policy: PromptCachePolicy) -> Work:
         """Return the work of hot-loading ``snapshot`` as ``identity``."""
         if snapshot.kind is SnapshotKind.FULL:
-            return cls(identity, SnapshotType.FULL, None, PromptCachePolicy(policy))
-        return cls(identity, SnapshotType.INCREMENTAL, snapshot.previous_identity, PromptCachePolicy(policy))
+            return cls(identity, SnapshotType.FULL, None, policy)
+        return cls(identity, SnapshotType.INCREMENTAL, snapshot.previous_identity, policy)
 
     @property
     def metadata(self) -> IncrementalSnapshotMetadata | None:

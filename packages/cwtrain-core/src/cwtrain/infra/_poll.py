@@ -25,7 +25,7 @@ logger = logging.getLogger("cwtrain.infra")
 def check_seconds(name: str, value: float) -> float:
     """Return ``value`` if it is a finite number above zero, else raise ``ConfigError`` naming the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}={value!r} must be a finite number of seconds above 0")
+        raise ConfigError(f"{name}={value!r} must be a finite number of seconds above 0", hint=f"correct {name}")
     return float(value)
 
 

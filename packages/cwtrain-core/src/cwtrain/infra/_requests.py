@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, TypeVar
 from urllib.parse import quote as percent_encoded
 
@@ -14,7 +15,7 @@ from cwtrain.models.service import HotLoadSpec, PromptCachePolicy, SnapshotType
 
 __all__ = ["expected", "hot_load_body", "items", "member", "page_query", "segment", "since", "with_id"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=StrEnum)
 
 
 def segment(value: str, what: str) -> str:
@@ -77,19 +78,24 @@ def page_query(page_size: int) -> dict[str, int]:
 
 def member(kind: type[T], value: Any, name: str) -> T:
     try:
-        return kind(value)  # type: ignore[call-arg]
+        return kind(value)
     except ValueError as exc:
-        raise ConfigError(f"{name}={value!r} is no {kind.__name__}") from exc
+        raise ConfigError(
+            f"{name}={value!r} is no {kind.__name__}", hint=f"give one of {', '.join(one.name for one in kind)}"
+        ) from exc
 
 
 def hot_load_body(asked: HotLoadSpec) -> dict[str, Any]:
     """Return the body of a create call. Raises ``ConfigError`` when type and metadata do not go together."""
     metadata = asked.incremental_snapshot_metadata
     if asked.type is SnapshotType.UNSPECIFIED:
-        raise ConfigError("snapshot_type must be FULL or INCREMENTAL")
+        raise ConfigError("snapshot_type must be FULL or INCREMENTAL", hint="give SnapshotType.FULL for a checkpoint")
     if (asked.type is SnapshotType.INCREMENTAL) != (metadata is not None):
         need = "needs" if asked.type is SnapshotType.INCREMENTAL else "must not have"
-        raise ConfigError(f"a hot-load of type {asked.type.name} {need} incremental metadata")
+        raise ConfigError(
+            f"a hot-load of type {asked.type.name} {need} incremental metadata",
+            hint="give incremental=IncrementalSnapshotMetadata(...) for a delta, and only for one",
+        )
     body: dict[str, Any] = {
         "deploymentId": asked.deployment_id,
         "hotLoadId": asked.id,
