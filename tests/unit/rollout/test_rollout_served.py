@@ -135,6 +135,18 @@ def test_the_list_is_read_at_the_start_at_the_end_and_not_for_each_sample() -> N
     assert script.reads == 2
 
 
+def test_a_rollout_begins_with_what_is_served_now() -> None:
+    """A trainer samples right after it published: neither the salt nor the span may be those of the version before."""
+    script = Script([[load(1)], [load(1)], [load(2), load(1)]])
+    with CompletionsServer() as server:
+        config = RolloutConfig(base_url=server.url, model="m")
+        one = Sampler(config, served=served(script, poll=3600), plugins=Plugins())
+        one.sample_groups([Group(prompt=[1])], PARAMS)
+        (group,) = one.sample_groups([Group(prompt=[1])], PARAMS)
+    assert group.samples[0].weights == WeightSpan(load(2), load(2))
+    assert [request["cache_salt"] for request in server.requests] == ["id-1", "id-2"]
+
+
 def test_calls_that_end_while_others_go_on_share_their_last_reads() -> None:
     """Many callers with a group each, as agents are: none waits for a poll interval, and reads are few."""
     script = Script([[load(1)]])

@@ -25,8 +25,8 @@ __all__ = ["Options", "Rollout"]
 
 log = logging.getLogger("cwtrain.rollout")
 
-_LAST_READS = 0.5
-"""Seconds between the last reads of calls that end while others go on."""
+_SHARED_READS = 0.5
+"""Seconds for which calls that begin or end while others go on share a read of what is served."""
 _EXACT_ATTEMPTS = 8
 """How often a sample that several versions may have made is sampled again."""
 
@@ -95,7 +95,11 @@ class Rollout:
             engine, options = self._engine, self._options
             if engine.served is not None:
                 wanted = options.exact_version if not isinstance(options.exact_version, bool) else options.min_version
-                await engine.served.ready(wanted, settled=options.exact_version is not False)
+                await engine.served.ready(
+                    wanted,
+                    settled=options.exact_version is not False,
+                    recent=0.0 if engine.admission.idle() else _SHARED_READS,
+                )
             elif options.min_version is not None or options.exact_version is not False:
                 raise ConfigError(
                     "min_version and exact_version need to know what is served",
@@ -259,7 +263,7 @@ class Rollout:
         engine = self._engine
         while not served.read_since(since):
             if self._nothing_asked.is_set():
-                waiting = 0.0 if engine.admission.idle() else served.due(min(served.poll, _LAST_READS))
+                waiting = 0.0 if engine.admission.idle() else served.due(min(served.poll, _SHARED_READS))
                 if waiting:
                     await engine.sleep(min(waiting, 0.05))
                     continue

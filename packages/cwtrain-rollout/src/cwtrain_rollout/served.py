@@ -219,13 +219,16 @@ class ServedWeights:
                 await self._sleep(min(self.poll, 0.5 * 2 ** min(attempt, 5)))
         raise AssertionError("a count has no end")
 
-    async def ready(self, minimum: int | str | None, *, settled: bool = False) -> History:
+    async def ready(self, minimum: int | str | None, *, settled: bool = False, recent: float = 0.0) -> History:
         """Wait until the run's base is served, then ``minimum``, then (with ``settled``) until nothing changes.
+
+        What was read up to ``recent`` seconds ago will do. (A rollout that began with what was known before its
+        trainer published would have the salt of the older weights.)
 
         Raises ``StaleWeightsError`` by name when what is waited for failed, or is not served in time.
         """
         began = self._clock()
-        history = await self.fresh(began if self.due() == 0 else self._begun)
+        history = await self.fresh(began - recent)
         base = await asyncio.to_thread(self.source.baseline)
         while True:
             waiting = self._missing(history, base, minimum, settled=settled)
