@@ -16,6 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from cwtrain_slime._dialect import SLIME
 from trainer_code import WORLD, Handle, Life, Ray, main
 
 HOOK = "cwtrain.integrations.slime.hook"
@@ -74,7 +75,7 @@ def actor(module: Any, args: Namespace, life: Life) -> Callable[[], None]:
     initialize: Any = import_module("slime.backends.megatron_utils.initialize")
     initialize.mpu = mpu
     # slime's own log function with a writer that remembers; it runs on the last stage alone.
-    tracking: Any = import_module("slime.observability.logging_utils")
+    tracking: Any = next(sys.modules[name] for name in SLIME.tracking_modules if name in sys.modules)
     tracking._TensorboardAdapter = lambda args: Namespace(log=lambda data, step: life.tracked.append(step))
     distributed_utils.init_gloo_group()
 

@@ -316,7 +316,9 @@ def test_deltas_alone_are_fine_there() -> None:
 
 @pytest.fixture
 def slime_tracker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    def put(*, main: bool = True, wandb_runs: bool | None = None, fails: bool = False) -> list[Any]:
+    def put(
+        *, main: bool = True, wandb_runs: bool | None = None, fails: bool = False, home: str = "observability"
+    ) -> list[Any]:
         logged: list[Any] = []
 
         def log(args: Any, metrics: dict[str, float], step_key: str) -> None:
@@ -325,7 +327,7 @@ def slime_tracker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             logged.append((metrics, step_key))
 
         modules = {
-            "slime.observability.logging_utils": {"log": log},
+            f"slime.{home}.logging_utils": {"log": log},
             "slime.backends.megatron_utils.initialize": {"is_megatron_main_rank": lambda: main},
         }
         if wandb_runs is not None:
@@ -339,11 +341,13 @@ def slime_tracker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     return put
 
 
+@pytest.mark.parametrize("home", ["observability", "utils"])
 def test_metrics_go_to_the_trainers_tracker_where_it_runs(
-    slime_tracker: Callable[..., list[Any]], tmp_path: Path
+    home: str, slime_tracker: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
+    """In slime 0.3.1 the log function lies elsewhere than in its main branch."""
     run = run_args(tmp_path, use_wandb=True, use_tensorboard=False)
-    logged = slime_tracker(wandb_runs=True)
+    logged = slime_tracker(wandb_runs=True, home=home)
     assert track(run, {"hotload/bytes": 3.0}, version=7)
     assert logged == [({"hotload/bytes": 3.0, STEP_KEY: 7}, STEP_KEY)]
 

@@ -105,8 +105,8 @@ class Dialect:
     documented_hook: str
     gloo_module: str
     """Module with ``get_gloo_group()``, the group of all ranks; the trainer may rebuild the group, not the function."""
-    tracking_module: str
-    """Module with ``log(args, metrics, step_key)``."""
+    tracking_modules: tuple[str, ...]
+    """Modules with ``log(args, metrics, step_key)``, the newest version's first; the first that is loaded counts."""
     main_rank: tuple[str, str] | None = None
     """(module, function) that says on which rank the tracker runs; None where the tracking module knows."""
     needed: Mapping[str, str]
@@ -124,7 +124,7 @@ SLIME: Final = Dialect(
     name="slime",
     documented_hook="cwtrain.integrations.slime.hook",
     gloo_module="slime.utils.distributed_utils",
-    tracking_module="slime.observability.logging_utils",
+    tracking_modules=("slime.observability.logging_utils", "slime.utils.logging_utils"),
     main_rank=("slime.backends.megatron_utils.initialize", "is_megatron_main_rank"),
     needed={"mode": "delta", "transport": "disk"},
 )
@@ -132,7 +132,7 @@ MILES: Final = Dialect(
     name="miles",
     documented_hook="cwtrain.integrations.miles.hook",
     gloo_module="miles.utils.distributed_utils",
-    tracking_module="miles.utils.tracking_utils.tracking",
+    tracking_modules=("miles.utils.tracking_utils.tracking",),
     needed={"mode": "disk-delta"},
 )
 

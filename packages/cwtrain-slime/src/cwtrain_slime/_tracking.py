@@ -25,7 +25,7 @@ def track(run: RunArgs, metrics: Mapping[str, float], *, version: int) -> bool:
 
     Called on every rank after a publish; only the main rank (the last pipeline stage's first) has a tracker.
     """
-    module = sys.modules.get(run.dialect.tracking_module)
+    module = next((found for name in run.dialect.tracking_modules if (found := sys.modules.get(name))), None)
     if module is None or not metrics:
         return False
     try:
