@@ -108,3 +108,13 @@ def test_what_goes_on_is_known_from_the_request_to_the_end():
         assert not plugins.failures
     finally:
         plugins.unregister("cwtrain.cli")
+
+
+def test_what_is_there_already_is_compared_not_sent(capfd, clock):
+    comparing = UploadProgress(sent_bytes=0, total_bytes=0, seconds=0.5, objects_done=0, objects=6)
+    with ProgressLine(clock=clock.now) as line:
+        line.event(ProgressEvent(upload=comparing))
+        line.event(upload(5_000_000))
+    lines = told(capfd)
+    assert lines[0] == "uploading: comparing 6 objects with what is in the bucket"
+    assert lines[1].startswith("uploading: 1/2 objects, 5,000,000/10,000,000 bytes")

@@ -47,6 +47,8 @@ class ProgressEvent:
     def summary(self) -> str:
         """Return the event in one line for people."""
         if self.upload is not None:
+            if not self.upload.total_bytes:  # not known yet what has to be sent, or nothing has
+                return f"uploading: comparing {self.upload.objects} objects with what is in the bucket"
             return (
                 f"uploading: {self.upload.objects_done}/{self.upload.objects} objects, "
                 f"{self.upload.sent_bytes:,}/{self.upload.total_bytes:,} bytes"
