@@ -173,7 +173,7 @@ def decode(body: bytes, quote: Callable[[bytes], str]) -> tuple[Answer, dict[int
     faults: dict[int, Fault] = {}
     try:
         answer = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         found = loosely(body)
         if found is None:
             if body.lstrip()[:1] == b"<":
