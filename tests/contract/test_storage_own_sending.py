@@ -15,7 +15,7 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from cwtrain.errors import CWTrainError, StorageAccessError, StorageError, TransportError
+from cwtrain.errors import ConnectionFailedError, CWTrainError, StorageAccessError, StorageError, TransportError
 from cwtrain.storage import Location, S3Store, s3_client, upload_objects
 from cwtrain.storage._buffers import SendingStopped
 from cwtrain.storage._wire import OwnSending
@@ -109,11 +109,9 @@ def test_files_and_parts_go_over_our_sockets(tmp_path: Path) -> None:
         assert not any(sending(client)._idle.values())
 
 
-@pytest.mark.parametrize("how", ["foreign client", "switched off", "proxy", "proxy variable", "client certificate"])
+@pytest.mark.parametrize("how", ["foreign client", "switched off", "proxy", "client certificate"])
 def test_what_is_left_to_boto3(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted_s3(ScriptedS3()) as server, scripted_s3(ScriptedS3()) as nowhere:
-        if how == "proxy variable":
-            monkeypatch.setenv("HTTP_PROXY", server.url)
         if how == "switched off":
             monkeypatch.setenv("CWTRAIN_S3_OWN_SENDING", "0")
         # A proxy is asked with the whole URL: the server takes that as it comes, so it stands in for one.
@@ -129,6 +127,28 @@ def test_what_is_left_to_boto3(tmp_path: Path, how: str, monkeypatch: pytest.Mon
         assert server.objects or "proxy" in how
         assert not nowhere.objects
         assert server.count("PutObject") == 1
+
+
+def test_a_store_on_loopback_is_never_asked_through_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B10: a site's proxy variables must not break what runs on loopback; for real stores they count."""
+    with scripted_s3(ScriptedS3()) as server, scripted_s3(ScriptedS3()) as proxy:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.url)
+        upload(S3Store(s3_client(server.url), BUCKET), tmp_path, objects())
+        assert stored(server) == objects()
+        assert not proxy.objects
+        assert s3_client("https://cwobject.com").meta.config.proxies is None, "botocore then asks the environment"
+
+
+def test_a_proxy_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B10: the error says that a proxy was used and what to do about it."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    client = s3_client("http://store.invalid", config=Config(retries={"total_max_attempts": 1}))
+    with pytest.raises(ConnectionFailedError, match="the proxy of the environment does not answer") as caught:
+        S3Store(client, BUCKET).head("x")
+    assert "NO_PROXY" in str(caught.value.hint)
 
 
 def test_headers_of_event_handlers_are_sent(tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ def translate(
         return ConnectionFailedError(
             f"{what}: TLS failed{at} ({text})", hint="give the store's CA bundle with AWS_CA_BUNDLE, or verify="
         )
+    if isinstance(error, boto.ProxyConnectionError):
+        return ConnectionFailedError(
+            f"{what}: the connection failed{at}: the proxy of the environment does not answer ({text})",
+            hint="correct HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or name the store's host in NO_PROXY",
+        )
     if isinstance(error, _NO_ANSWER):
         return ConnectionFailedError(
             f"{what}: the connection failed{at} ({text})",

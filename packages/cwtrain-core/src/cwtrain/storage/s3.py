@@ -21,6 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
 from cwtrain.config import StorageConfig
+from cwtrain.config.api import is_loopback
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
 from cwtrain.storage._signing import sign_known_bodies, watch_credentials
 from cwtrain.storage._translate import translate
@@ -232,6 +233,8 @@ def _config(given: Config, profile: Mapping[str, Any], endpoint: str, pool: int)
             ours[name] = "when_required"
     if not (_configured("retry_mode", profile) or _configured("max_attempts", profile)):
         ours["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
+    if is_loopback(endpoint):
+        ours["proxies"] = {}  # no proxy of the site can reach this machine's own store; the API's client does the same
     s3: dict[str, Any] = dict(getattr(given, "s3", None) or {})
     s3["addressing_style"] = _addressing(s3.get("addressing_style"), endpoint)
     s3.setdefault("payload_signing_enabled", StorageConfig.from_env().sign_payload)
