@@ -129,9 +129,7 @@ def test_what_is_left_to_boto3(tmp_path: Path, how: str, monkeypatch: pytest.Mon
         assert server.count("PutObject") == 1
 
 
-def test_a_store_on_loopback_is_never_asked_through_a_proxy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_on_loopback_is_never_asked_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """B10: a site's proxy variables must not break what runs on loopback; for real stores they count."""
     with scripted_s3(ScriptedS3()) as server, scripted_s3(ScriptedS3()) as proxy:
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
