@@ -24,4 +24,4 @@ def scene(emulator, deployment, tmp_path):
 @pytest.mark.parametrize("seed", range(12))
 def test_killed_anywhere_it_goes_on_and_nothing_wrong_is_ever_served(scene, seed):
     """B29, B47, B48: no clean-up code runs when a process is killed, and none is needed."""
-    PublisherKills(scene, seed, versions=5, lives=2, longest=0.8).run()
+    PublisherKills(scene, seed, versions=4, lives=2, longest=0.6).run()
