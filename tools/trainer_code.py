@@ -10,6 +10,7 @@ Everything between is the trainer's: actor, updater, baseline, encoding, files, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import importlib.abc
@@ -17,6 +18,7 @@ import importlib.machinery
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -329,11 +331,17 @@ def _check(
     report: dict[str, Any] = {"trainer": trainer, "version": _version(trainer, source), "lives": []}
     command = [sys.executable, sys.argv[0], str(source), "--lives", str(root / "plan.json")]
     with subprocess.Popen(
-        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        alarm = threading.Timer(LIMIT, child.kill)
+        alarm = threading.Timer(LIMIT, _end, args=[child])
         alarm.start()
         try:
             for number, life in enumerate(lives):
@@ -344,6 +352,7 @@ def _check(
         finally:
             alarm.cancel()
             child.stdin.close()
+            _end(child)
     report["stand_ins"] = report["lives"][0].pop("stand_ins", [])
     for life in report["lives"]:
         life.pop("stand_ins", None)
@@ -352,6 +361,12 @@ def _check(
     report["hot_loads"] = [line.replace("HOT_LOAD_STATE_", "") for line in told]
     report["ok"] = all(life["ok"] for life in report["lives"])
     return report
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End a child and its ranks, which are forks in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _judged(
