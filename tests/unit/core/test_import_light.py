@@ -9,7 +9,7 @@ import pytest
 
 from helpers.snapshot_files import write_full
 
-HEAVY = {"boto3", "botocore", "httpx", "numpy", "rich", "stamina", "zstandard", "torch", "ray"}
+HEAVY = {"boto3", "botocore", "httpx", "numpy", "rich", "stamina", "zstandard", "torch", "ray", "asyncio"}
 
 
 def loaded(code: str) -> set[str]:

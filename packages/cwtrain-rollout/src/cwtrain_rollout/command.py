@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -101,6 +100,8 @@ def sample(
     """Sample answers to prompts and print them with their tokens, log-probs and weight versions."""
     if bool(texts) == bool(prompt_ids):
         raise click.UsageError("give --prompt or --prompt-ids, and not both")
+    import asyncio
+
     from cwtrain_rollout.chat import ChatSampler
 
     backend, sampling = _backend(where, text=bool(texts)), _sampling(where, stop)
@@ -131,6 +132,8 @@ def bench(
     **where: Any,
 ) -> None:
     """Keep an endpoint busy for a while: requests and tokens per second, latencies, and the window over time."""
+    import asyncio
+
     import attrs
 
     from cwtrain_rollout.bench import measure
