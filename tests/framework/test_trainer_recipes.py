@@ -31,7 +31,7 @@ def run_recipe(trainer: str, word: str, environ: dict[str, str]) -> subprocess.C
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
 
