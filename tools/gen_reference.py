@@ -135,7 +135,7 @@ ENVIRONMENT_TAIL = """## The command line
 def cli_page() -> str:
     """Return docs/reference/cli.md."""
     root = importlib.import_module("cwtrain.cli._root").root
-    context = click.Context(root, info_name="cwtrain")
+    context = click.Context(root, info_name="cwtrain", **root.context_settings)
     parts = [CLI_HEAD.format(made=MADE)]
     parts.append("## Global options\n\nThey stand before the group, or after a command of core.\n")
     parts.append(_options(root, context))
@@ -153,7 +153,7 @@ def _commands(group: click.Group, context: click.Context, names: list[str], leve
         command = group.get_command(context, name)
         if command is None or command.hidden:
             continue
-        inner = click.Context(command, info_name=name, parent=context)
+        inner = click.Context(command, info_name=name, parent=context, **command.context_settings)
         yield f"{'#' * level} {inner.command_path}\n\n{_prose(command.help or '')}\n"
         if isinstance(command, click.Group):
             yield from _commands(command, inner, command.list_commands(inner), level + 1)

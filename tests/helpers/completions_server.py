@@ -62,8 +62,8 @@ Answer = Body | Raw | Callable[[Body], "Body | Raw"]
 class CompletionsServer:
     """Gives `script` in turn, then what `rest` says.
 
-    `requests` and `headers` hold what came in, `connections` how many there were, `peak` how many were in work; with `together` no answer is
-    given before so many are.
+    `requests` and `headers` hold what came in, `connections` how many there were, `peak` how many were in work; with
+    `together` no answer is given before so many are.
     """
 
     def __init__(self, *script: Answer, rest: Answer = good, together: int = 0) -> None:
