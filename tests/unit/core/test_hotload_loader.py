@@ -305,6 +305,14 @@ def test_trigger_reads_from_the_bucket_what_a_snapshot_is(world):
         world.loader.trigger("v7")
 
 
+def test_trigger_refuses_a_predecessor_for_a_full_snapshot(world):
+    world.loader.upload(world.full, "v0")
+    with pytest.raises(SnapshotError, match="is a full snapshot") as caught:
+        world.loader.trigger("v0", previous_identity="v9")
+    assert "--previous-identity" in caught.value.hint
+    assert world.service.hot_loads == []
+
+
 def test_another_policy_is_other_work(world):
     first = world.loader.publish(world.full, "v0")
     same = world.loader.trigger("v0", prompt_cache_policy=PromptCachePolicy.PRESERVE)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import attrs
@@ -17,9 +15,6 @@ from cwtrain.errors import (
     CWTrainError,
     HotLoadError,
     SnapshotChainError,
-    SnapshotError,
-    StorageNotFoundError,
-    StorageRegionError,
 )
 from cwtrain.events import (
     SnapshotInspected,
@@ -29,8 +24,9 @@ from cwtrain.events import (
     SyncStarted,
 )
 from cwtrain.hotload import chain as chains
+from cwtrain.hotload._in_bucket import previous_in_bucket, require_objects
 from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
-from cwtrain.hotload.planning import plan_publish, some
+from cwtrain.hotload.planning import plan_publish
 from cwtrain.hotload.progress import OnProgress, ProgressEvent
 from cwtrain.hotload.upload import put_manifest, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
@@ -48,7 +44,7 @@ from cwtrain.models.service import (
     ResourceStatus,
     SnapshotType,
 )
-from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, PublishPlan
+from cwtrain.models.snapshot import LocalSnapshot, PublishPlan
 from cwtrain.models.sync import SnapshotChoice
 from cwtrain.snapshots import inspect_snapshot
 from cwtrain.snapshots.identity import check_identity
@@ -366,14 +362,15 @@ class HotLoader:
     ) -> HotLoad:
         """Hot-load a snapshot that is in the bucket and return the hot-load, COMPLETED if waited for.
 
-        Whether it is a delta, and on what, is read from its index in the bucket unless ``previous_identity`` says so.
+        Whether it is a delta, and on what, is read from its index in the bucket; ``previous_identity`` names another
+        predecessor, and is refused for a full snapshot.
         An unfinished hot-load of the deployment is waited for first. Raises as ``publish`` does.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         check_identity(identity)
         policy = member(PromptCachePolicy, prompt_cache_policy, "prompt_cache_policy")
         self._wait_until_ready(limit)
-        previous = previous_identity or self._previous_in_bucket(identity)
+        previous = previous_in_bucket(lambda: self.store, self.location, identity, given=previous_identity)
         work = Work(
             identity,
             SnapshotType.INCREMENTAL if previous else SnapshotType.FULL,
@@ -403,7 +400,7 @@ class HotLoader:
         earlier = chains.completed(hot_loads, identity)
         if earlier is None:
             raise _never_completed(identity, self.deployment_id)
-        self._require_objects(chains.chain_of(earlier, hot_loads))
+        require_objects(self.store, self.location, chains.chain_of(earlier, hot_loads).links)
         work = Work(identity, earlier.spec.type, earlier.previous_identity, policy)
         return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
 
@@ -511,45 +508,6 @@ class HotLoader:
             )
         )
         return report
-
-    def _previous_in_bucket(self, identity: str) -> str | None:
-        """Return the predecessor that a delta's index in the bucket names, or None for a full snapshot."""
-        location = self.location
-        try:
-            index = json.loads(self.store.get(location.key(identity, INDEX_NAME)))
-            metadata = index.get("metadata") or {}
-        except StorageNotFoundError as error:
-            raise SnapshotError(
-                f"there is no snapshot {location.uri(identity)}: it has no {INDEX_NAME}",
-                hint="publish it (cwtrain hotload publish), or check the identity",
-            ) from error
-        except StorageRegionError as error:
-            _log.warning("%s cannot be looked at (%s): it is taken for a full snapshot", location.uri(identity), error)
-            return None
-        except (ValueError, AttributeError) as error:
-            raise SnapshotError(f"the index of {location.uri(identity)} is not readable: {error}") from error
-        if not metadata.get("delta_encoding"):
-            return None
-        return str(metadata.get("base_version") or "") or None
-
-    def _require_objects(self, chain: Any) -> None:
-        missing: list[str] = []
-        for link in chain.links:
-            names = [INDEX_NAME]
-            with suppress(StorageNotFoundError):
-                index = json.loads(self.store.get(self.location.key(link.identity, INDEX_NAME)))
-                names += sorted(set((index.get("weight_map") or {}).values()))
-            missing += [
-                key
-                for key in (self.location.key(link.identity, name) for name in names)
-                if self.store.head(key) is None
-            ]
-        if missing:
-            raise SnapshotError(
-                f"{len(missing)} objects that {chain.links[-1].identity} needs are gone from bucket "
-                f"{self.target.bucket}: {some(missing)}",
-                hint="choose an identity whose chain is still there (cwtrain hotload list), or publish a full snapshot",
-            )
 
 
 def _never_completed(identity: str, deployment_id: str) -> SnapshotChainError:

@@ -1,0 +1,71 @@
+"""What the bucket says about a snapshot that is hot-loaded again: delta or full, and whether its chain is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from cwtrain.errors import SnapshotError, StorageNotFoundError, StorageRegionError
+from cwtrain.hotload.planning import some
+from cwtrain.models.snapshot import INDEX_NAME, ChainLink
+from cwtrain.storage import Location, ObjectStore
+
+__all__ = ["previous_in_bucket", "require_objects"]
+
+_log = logging.getLogger("cwtrain.hotload")
+
+
+def previous_in_bucket(
+    store: Callable[[], ObjectStore], location: Location, identity: str, *, given: str | None
+) -> str | None:
+    """Return the identity that ``identity`` applies to, None for a full snapshot.
+
+    ``store`` makes the store at its first use: without a region or credentials there is none, and the service looks
+    instead. ``given`` is what the caller says, and wins over the index. Raises SnapshotError where there is no such
+    snapshot, or where a predecessor is given for a full one.
+    """
+    try:
+        index = json.loads(store().get(location.key(identity, INDEX_NAME)))
+        metadata = index.get("metadata") or {}
+    except StorageNotFoundError as error:
+        raise SnapshotError(
+            f"there is no snapshot {location.uri(identity)}: it has no {INDEX_NAME}",
+            hint="publish it (cwtrain hotload publish), or check the identity",
+        ) from error
+    except StorageRegionError as error:
+        kind = f"a delta on {given}" if given else "a full snapshot"
+        _log.warning("%s cannot be looked at (%s): it is taken for %s", location.uri(identity), error, kind)
+        return given
+    except (ValueError, AttributeError) as error:
+        raise SnapshotError(
+            f"the index of {location.uri(identity)} is not readable: {error}",
+            hint="publish the snapshot under another identity",
+        ) from error
+    if not metadata.get("delta_encoding"):
+        if given:
+            raise SnapshotError(
+                f"{location.uri(identity)} is a full snapshot, it applies to no other: not to {given}",
+                hint="leave the predecessor out (--previous-identity)",
+            )
+        return None
+    return given or str(metadata.get("base_version") or "") or None
+
+
+def require_objects(store: ObjectStore, location: Location, links: Iterable[ChainLink]) -> None:
+    """Raise SnapshotError naming the objects of a chain that are gone from the bucket."""
+    missing: list[str] = []
+    last = ""
+    for link in links:
+        last = link.identity
+        names = [INDEX_NAME]
+        with suppress(StorageNotFoundError):
+            index = json.loads(store.get(location.key(link.identity, INDEX_NAME)))
+            names += sorted(set((index.get("weight_map") or {}).values()))
+        missing += [key for key in (location.key(link.identity, name) for name in names) if store.head(key) is None]
+    if missing:
+        raise SnapshotError(
+            f"{len(missing)} objects that {last} needs are gone from bucket {location.bucket}: {some(missing)}",
+            hint="choose an identity whose chain is still there (cwtrain hotload list), or publish a full snapshot",
+        )
