@@ -56,11 +56,11 @@ def list_directory(path: str) -> dict[str, Entry]:
     try:
         names = sorted(os.listdir(path))
     except FileNotFoundError:
-        problem = "there is no such directory"
+        problem = "there is no such directory; check the path"
     except NotADirectoryError:
         problem = "this is a file; give the directory that holds the checkpoint"
     except OSError as error:
-        problem = f"the directory cannot be read: {error.strerror}"
+        problem = f"the directory cannot be read: {error.strerror}; check its permissions"
     else:
         return {name: look(os.path.join(path, name), name) for name in names}
     raise SnapshotLayoutError(f"{path}: {problem}", problems=[f"{path}: {problem}"])
@@ -68,12 +68,12 @@ def list_directory(path: str) -> dict[str, Entry]:
 
 def _why_no_stat(path: str, error: OSError) -> str:
     if error.errno == errno.ELOOP:
-        return "is a link in a loop of links"
+        return "is a link in a loop of links; put the file itself there"
     if os.path.islink(path):
         return f"is a link to nothing ({os.readlink(path)}); fetch the file it leads to again"
     if isinstance(error, FileNotFoundError):
         return "is not there"
-    return f"cannot be read: {error.strerror}"
+    return f"cannot be read: {error.strerror}; check its permissions"
 
 
 def _why_not_regular(mode: int) -> str | None:
@@ -87,7 +87,7 @@ def _why_not_regular(mode: int) -> str | None:
         (stat.S_ISBLK, "a block device"),
     )
     kind = next((text for test, text in kinds if test(mode)), "something else")
-    return f"is {kind}, not a regular file"
+    return f"is {kind}, not a regular file; put the file itself there"
 
 
 class RegularFile:
@@ -106,7 +106,7 @@ class RegularFile:
             # O_NONBLOCK: should a FIFO have taken the file's place since, opening it must not block.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise self._refused(f"cannot be read: {error.strerror}") from error
+            raise self._refused(f"cannot be read: {error.strerror}; check its permissions") from error
         status = os.fstat(self._fd)
         if trouble := _why_not_regular(status.st_mode):
             os.close(self._fd)
