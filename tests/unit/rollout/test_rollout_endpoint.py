@@ -83,6 +83,78 @@ def test_ids_beside_the_answer_are_asked_for_where_choices_have_none() -> None:
     assert [request["n"] for request in server.requests] == [2, 1, 1, 1, 1], "one choice at a time from then on"
 
 
+def test_what_several_requests_learn_at_once_fails_none_of_them() -> None:
+    """Kind of B14: an answer to what was sent before the lesson is no news, and no failure."""
+
+    def all_of_it(request: dict[str, Any]) -> Any:
+        if request["logprobs"] == 0:
+            return Raw(400, '{"message": "logprobs must be at least 1"}')
+        if isinstance(request["prompt"], list):
+            return Raw(422, '{"message": "prompt must be a string"}')
+        bare = [choice(index, (7, 8), token_ids=None) for index in range(request["n"])]
+        asked = "completion_token_ids" in request.get("nvext", {}).get("extra_fields", ())
+        return answer(*bare, **({"nvext": {"completion_token_ids": [41, 42]}} if asked else {}))
+
+    groups = [Group(prompt=[1], n=2, text=f"text {number}") for number in range(4)]
+    with CompletionsServer(rest=all_of_it, together=4) as server:
+        got = sampler(server, concurrency=8, text_fallback=True).sample_groups(groups, PARAMS)
+    assert [sample.token_ids for group in got for sample in group.samples] == [(41, 42)] * 8
+
+
+def test_a_server_that_refuses_text_too_is_a_final_refusal() -> None:
+    def refuses(request: dict[str, Any]) -> Raw:
+        return Raw(400, '{"message": "this prompt is not allowed"}')
+
+    with CompletionsServer(rest=refuses) as server:
+        with pytest.raises(RolloutRequestError, match="not allowed"):
+            sampler(server, text_fallback=True).sample_groups([Group(prompt=[1], text="one")], PARAMS)
+        assert [request["prompt"] for request in server.requests] == [[1], "one"]
+        server.requests.clear()
+        with pytest.raises(RolloutRequestError, match="not allowed"):
+            sampler(server, text_fallback=True, token_id_prompts=False).sample_groups(
+                [Group(prompt=[1], text="one")], PARAMS
+            )
+        assert len(server.requests) == 1
+
+
+def streamed(*events: dict[str, Any]) -> Raw:
+    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    return Raw(200, lines, headers={"Content-Type": "text/event-stream"})
+
+
+def test_a_stream_whose_ids_and_log_probs_part_is_a_bad_answer() -> None:
+    """Equal counts over the whole stream do not say that they line up."""
+
+    def event(ids: tuple[int, ...], values: tuple[float, ...], end: str | None) -> dict[str, Any]:
+        return answer(choice(0, ids, finish_reason=end, logprobs={"token_logprobs": list(values)}))
+
+    parted = streamed(event((5, 6), (-1.0,), None), event((7,), (-2.0, -3.0), "stop"))
+    whole = streamed(event((5,), (-1.0,), None), event((6, 7), (-2.0, -3.0), "stop"))
+
+    async def one(server: CompletionsServer) -> tuple[Any, int]:
+        made = sampler(server)
+        async with made.rollout([Group(prompt=[1])], PARAMS, partial=True) as rollout:
+            groups = [group async for group in rollout]
+        return groups[0].samples[0], made.totals.bad_answers
+
+    with CompletionsServer(parted, rest=whole) as server:
+        sample, bad = asyncio.run(one(server))
+    assert (sample.token_ids, sample.logprobs, bad) == ((5, 6, 7), (-1.0, -2.0, -3.0), 1)
+
+
+def test_a_rollout_that_was_left_or_never_entered_has_an_end() -> None:
+    async def both(server: CompletionsServer) -> int:
+        made = sampler(server)
+        with pytest.raises(ConfigError, match="not entered"):
+            await anext(made.rollout([Group(prompt=[1])], PARAMS))
+        async with made.rollout([Group(prompt=[1])] * 4, PARAMS) as rollout:
+            await anext(rollout)
+        return len([group async for group in rollout])
+
+    with CompletionsServer() as server:
+        assert asyncio.run(asyncio.wait_for(both(server), 30)) <= 3
+
+
 def test_logprobs_0_that_is_refused_becomes_1() -> None:
     def picky(request: dict[str, Any]) -> Any:
         if request["logprobs"] == 0:

@@ -48,7 +48,15 @@ def test_drift_is_a_metric_with_a_threshold(caplog: pytest.LogCaptureFixture) ->
     assert drift.mean == pytest.approx(0.52 / 3)
     with pytest.raises(ConfigError, match="has 1 log-probs, and the trainer gave 2"):
         drift.update([made(-1.0)], [[-1.0, -2.0]])
+    with pytest.raises(ConfigError, match="1 samples, and the trainer gave log-probs of 2"):
+        drift.update([made(-1.0)], [[-1.0], [-2.0]])
     assert Drift().mean == 0.0
+
+
+def test_a_trainer_whose_log_probs_are_no_numbers_is_an_alarm() -> None:
+    drift = Drift()
+    drift.update([made(-1.0, -2.0)], [[-1.0, float("nan")]])
+    assert drift.alarms == 1
 
 
 def test_evaluation_samples_scores_and_says_how_it_went() -> None:

@@ -113,35 +113,36 @@ class Engine:
             overload=reply.status in _OVERLOAD,
         )
 
-    def learn(self, reply: Reply, *, text_given: bool, tokens: int) -> str | None:
+    def learn(self, reply: Reply, *, logprobs: int, text_left: bool, tokens: int) -> str | None:
         """Return what a 400 or 422 teaches: ``logprobs``, ``context`` or ``text``; None when it is final.
 
-        ``tokens`` are the prompt's and the answer's room: a context that holds them was not the reason.
+        It is about the request that was sent, whatever others have taught since: ``logprobs`` is what that asked for,
+        ``text_left`` says that it had token ids and that there is a text. ``tokens`` are the prompt's and the answer's
+        room: a context that holds them was not the reason.
         """
         if reply.status not in (400, 422):
             return None
         words = reply.body.decode("utf-8", "replace")
-        if self.logprobs == 0 and "logprobs" in words and "prompt_logprobs" not in words:
-            self.logprobs = 1
-            log.info("The endpoint refuses logprobs=0: 1 is sent from now on")
+        if logprobs == 0 and "logprobs" in words and "prompt_logprobs" not in words:
+            if self.logprobs == 0:
+                self.logprobs = 1
+                log.info("The endpoint refuses logprobs=0: 1 is sent from now on")
             return "logprobs"
         found = _CONTEXT.search(words)
         if found and int(found[1]) < tokens:
             self.context = int(found[1])
             log.info("The endpoint's context length is %d tokens", self.context)
             return "context"
-        if not self.text and self.config.text_fallback and text_given and "prompt" in words and not found:
+        if text_left and self.config.text_fallback and "prompt" in words and not found:
             self.warn_once("The endpoint refuses token-id prompts: they are sent as text (%s)", self.quoted(reply.body))
             return "text"
         return None
 
-    def ask_for_completion_ids(self) -> bool:
-        """Turn to the ids that Dynamo gives beside an answer of one choice; False where that was tried already."""
-        if self.completion_ids:
-            return False
-        self.completion_ids = self.split = True
-        log.warning("The endpoint gives no token ids with its choices: nvext.completion_token_ids are asked for")
-        return True
+    def ask_for_completion_ids(self) -> None:
+        """Turn to the ids that Dynamo gives beside an answer of one choice."""
+        if not self.completion_ids:
+            self.completion_ids = self.split = True
+            log.warning("The endpoint gives no token ids with its choices: nvext.completion_token_ids are asked for")
 
     def one_choice_instead_of_many(self) -> None:
         """Note an answer with one choice where more were asked for; the second one ends requests for more."""

@@ -162,7 +162,8 @@ class GroupRun:
         """Return an answer, a refusal, what is wrong with the answer, or None where it must be planned anew."""
         engine, config = self.engine, self.engine.config
         text = self.text or engine.text or not config.token_id_prompts
-        n = len(ask.indices)
+        n, logprobs = len(ask.indices), engine.logprobs
+        completion_ids = engine.completion_ids and n == 1
         body = fields(
             config,
             self.sampling,
@@ -171,10 +172,10 @@ class GroupRun:
             max_tokens=ask.max_tokens,
             seed=seed,
             salt=self.salt if self.salt is not None else engine.salt(history),
-            logprobs=engine.logprobs,
+            logprobs=logprobs,
             stream=self.streamed,
             timed=config.fixed_concurrency is None,
-            completion_ids=engine.completion_ids and n == 1,
+            completion_ids=completion_ids,
         )
         if self.group.extra:
             body.update(self.group.extra)
@@ -198,7 +199,7 @@ class GroupRun:
                 reply, read = await engine.transport.post(payload, headers), None
             if read is None:
                 if not reply.good:
-                    return self._not_good(reply, request_id, ask)
+                    return self._not_good(reply, request_id, ask, logprobs=logprobs, text=text)
                 read = read_answer(reply.body, wanted)
                 if reply.queue_seconds is not None and read.queue_seconds is None:
                     read = attrs.evolve(read, queue_seconds=reply.queue_seconds)
@@ -208,7 +209,8 @@ class GroupRun:
         except BadAnswer as exc:
             return str(exc)
         except UnfitAnswer as exc:
-            if exc.without_ids and engine.ask_for_completion_ids():
+            if exc.without_ids and not completion_ids:
+                engine.ask_for_completion_ids()
                 return None
             message = f"{config.base_url}/completions: {exc}"
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
@@ -216,7 +218,7 @@ class GroupRun:
             engine.text = True
         return read
 
-    def _not_good(self, reply: Reply, request_id: str, ask: Ask) -> Refusal | str | None:
+    def _not_good(self, reply: Reply, request_id: str, ask: Ask, *, logprobs: int, text: bool) -> Refusal | str | None:
         """Return a refusal, what is wrong, or None where it must be planned anew; raises for final refusals."""
         engine = self.engine
         if refusal := engine.refusal(reply):
@@ -224,7 +226,12 @@ class GroupRun:
             return refusal
         if reply.status >= 500 and reply.status != 501:
             return _Broken(f"HTTP {reply.status}: {engine.quoted(reply.body)}")
-        lesson = engine.learn(reply, text_given=self.group.text is not None, tokens=len(ask.prompt) + ask.max_tokens)
+        lesson = engine.learn(
+            reply,
+            logprobs=logprobs,
+            text_left=self.group.text is not None and not text,
+            tokens=len(ask.prompt) + ask.max_tokens,
+        )
         if lesson is None:
             raise engine.refused(reply, request_id)
         self.text = self.text or lesson == "text"

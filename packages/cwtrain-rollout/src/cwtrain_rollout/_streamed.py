@@ -25,10 +25,15 @@ class Partial:
     logprobs: list[float] = attrs.field(factory=list)
     texts: list[str] = attrs.field(factory=list)
 
-    def keep(self, choice: Choice) -> None:
-        """Add one event. Its ids and its log-probs come together, or the event is refused."""
+    def keep(self, choice: Choice, *, logprobs: bool) -> None:
+        """Add one event. Where log-probs are required, its ids and its log-probs come together: else ``BadAnswer``.
+
+        (Over a whole stream the counts could be equal by chance, and every log-prob stand beside another token.)
+        """
         ids = choice.token_ids if choice.token_ids is not None else choice.spelled_ids()
         values = choice.logprobs.token_logprobs if choice.logprobs else None
+        if logprobs and ids is not None and len(ids) != len(values or ()):
+            raise BadAnswer(f"an event of the stream has {len(ids)} token ids and {len(values or ())} log-probs")
         if choice.text:
             self.texts.append(choice.text)
         if ids:
@@ -64,7 +69,7 @@ async def read_stream(
             for choice in event.choices or ():
                 if choice.index not in (0, None):
                     continue
-                partial.keep(choice)
+                partial.keep(choice, logprobs=wanted.logprobs)
                 end = choice.finish_reason or end
             last.usage = event.usage or last.usage
             last.nvext = event.nvext or last.nvext

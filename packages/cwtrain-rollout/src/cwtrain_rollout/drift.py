@@ -37,6 +37,12 @@ class Drift:
     def update(self, samples: Iterable[Sample], trainer_logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
         """Compare a batch, and return its metrics; the totals go on. Raises ``ConfigError`` where lengths differ."""
         tokens, total, largest = 0, 0.0, 0.0
+        samples, trainer_logprobs = list(samples), list(trainer_logprobs)
+        if len(samples) != len(trainer_logprobs):
+            raise ConfigError(
+                f"There are {len(samples)} samples, and the trainer gave log-probs of {len(trainer_logprobs)}",
+                hint="give one list of log-probs for each sample, in the same order",
+            )
         for sample, ours in zip(samples, trainer_logprobs, strict=True):
             if len(ours) != len(sample.logprobs):
                 raise ConfigError(
@@ -53,7 +59,7 @@ class Drift:
         self.total += total
         self.largest = max(self.largest, largest)
         mean = total / tokens if tokens else 0.0
-        if mean > self.mean_threshold or largest > self.max_threshold:
+        if not (mean <= self.mean_threshold and largest <= self.max_threshold):  # NaN is within nothing
             self.alarms += 1
             log.warning(
                 "The endpoint's log-probs are %.4f from the trainer's in the mean (threshold %g), %.3f at most "

@@ -84,6 +84,7 @@ class Rollout:
         self._asking = 0
         self._nothing_asked = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
+        self._entered = False
         self._began = engine.clock()
         self._before = attrs.evolve(engine.totals)
         self._versions: dict[str, None] = {}
@@ -106,6 +107,7 @@ class Rollout:
                     hint="set CWTRAIN_ROLLOUT_DEPLOYMENT_ID (or CWTRAIN_ROLLOUT_SERVED_IDENTITY_FILE)",
                 )
             await self._require_processed()
+        self._entered = True
         self._driver = asyncio.create_task(self._drive())
         return self
 
@@ -113,6 +115,8 @@ class Rollout:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._end()
+        # Whoever still iterates, or begins to, finds the end.
+        self._results.put_nowait(None)
         totals, before = self._engine.totals, self._before
         seconds = self._engine.clock() - self._began
         totals.seconds += seconds
@@ -132,6 +136,11 @@ class Rollout:
         return self
 
     async def __anext__(self) -> SampledGroup:
+        if not self._entered:
+            raise ConfigError(
+                "A rollout was iterated over that was not entered: nothing is in flight",
+                hint="use `async with sampler.rollout(...) as rollout:` around the loop",
+            )
         item = await self._results.get()
         if isinstance(item, SampledGroup):
             return item

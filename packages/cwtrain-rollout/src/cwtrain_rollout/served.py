@@ -301,11 +301,14 @@ class ServedWeights:
         return running
 
     def close(self) -> None:
-        """End the reader's thread; a later read begins another one."""
+        """End the reader's thread after the read that it is at; a later read begins another one.
+
+        That read is let end: rollouts of other event loops may wait for it.
+        """
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
-            thread.shutdown(wait=False, cancel_futures=True)
+            thread.shutdown(wait=False)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a reader of served weights stays in its process; the sampler makes another one")
