@@ -9,7 +9,7 @@ import socket
 
 from filelock import FileLock, Timeout
 
-from cwtrain.errors import MirrorLockedError
+from cwtrain.errors import ConfigError, MirrorLockedError
 
 __all__ = ["MirrorLock"]
 
@@ -27,9 +27,17 @@ class MirrorLock:
                 f"{root}: the {what} is in use {_holder(self._note)}",
                 hint=f"only one process works with a {what} at a time: stop the other one, or give each its own",
             ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{root}: the {what} cannot be locked: {error.strerror or error}",
+                hint="give it a directory on a local disk that this process may write to",
+            ) from error
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        with open(self._note, "w", encoding="utf-8") as file:
-            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
+        try:
+            with open(self._note, "w", encoding="utf-8") as file:
+                json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
+        except OSError:  # it only tells others who has the lock; a full disk is told by what needs it
+            pass
 
     def release(self) -> None:
         """Let others have it."""

@@ -31,20 +31,22 @@ their other ranks wait. Every method raises a ``CWTrainError`` with a hint.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cwtrain.config import HotLoadConfig
-from cwtrain.errors import CWTrainError
+from cwtrain.errors import CWTrainError, HotLoadError
 from cwtrain.events import SyncFailed, WeightsWritten, WriteMode
 from cwtrain.hotload._plugin import with_defaults
+from cwtrain.hotload._publish.arguments import base_place, baseline_wait, named_tensors, version_of
 from cwtrain.hotload._publish.baseline import Baseline, check_base
 from cwtrain.hotload._publish.follow import Follower
 from cwtrain.hotload._publish.housekeeping import PublishedNote, note_of, read_note, write_note
@@ -119,6 +121,7 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        where = base_place(tensor_base)
         self.settings = settings
         self.disk_dir = os.path.realpath(os.fspath(disk_dir))
         self.base = None if base is None else os.path.realpath(os.fspath(base))
@@ -160,10 +163,10 @@ class Publisher:
         self._numbered = Numbered(
             settings, self._journal, self._follower, self._sender, self.disk_dir, self.base, clock, opening
         )
-        self._feed = TensorFeed(self._numbered, TensorBase(tensor_base or "none"))
+        self._feed = TensorFeed(self._numbered, where)
         self._mutex = threading.Lock()
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._baseline_ended: threading.Event | None = None
         self._baseline_error: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -184,7 +187,7 @@ class Publisher:
     @property
     def baseline_running(self) -> bool:
         """Whether the base checkpoint is still on its way."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._baseline_ended is not None and not self._baseline_ended.is_set()
 
     # -- what a trainer calls --------------------------------------------------------------------------------------
 
@@ -197,9 +200,10 @@ class Publisher:
 
         Raises what has gone wrong by then; a later failure is raised by the first numbered call.
         """
-        with self._mutex:
+        wait = baseline_wait(self.settings.baseline_wait if wait_seconds is None else wait_seconds)
+        with self._called(tell=False):
             self._plugins.notify(self._event(WriteKind.BASELINE, self.disk_dir, None))
-            return self._start_baseline(self.settings.baseline_wait if wait_seconds is None else wait_seconds)
+            return self._start_baseline(wait)
 
     def publish_directory(
         self,
@@ -220,18 +224,15 @@ class Publisher:
         Raises SnapshotLayoutError, SnapshotChainError, SnapshotConflictError, StorageError naming a refused permission,
         HotLoadFailedError, WaitTimeoutError; ConfigError where settings do not fit what was written.
         """
-        with self._mutex:
-            try:
-                look = look_at(path, disk_dir=self.disk_dir, number=number, number_of=self._number_of)
-                self._plugins.notify(self._event(look.kind, look.path, look.number))
-                if look.kind is WriteKind.BASELINE:
-                    return self._start_baseline(self.settings.baseline_wait)
-                self._join()
-                event = self._event(look.kind, look.path, look.number)
-                return self._numbered.run(look, event, self._budget(deadline))
-            except CWTrainError as error:
-                self._tell_failure(error, number)
-                raise
+        number = None if number is None else version_of(number)
+        with self._called(number):
+            look = look_at(path, disk_dir=self.disk_dir, number=number, number_of=self._number_of)
+            self._plugins.notify(self._event(look.kind, look.path, look.number))
+            if look.kind is WriteKind.BASELINE:
+                return self._start_baseline(baseline_wait(self.settings.baseline_wait))
+            self._join()
+            event = self._event(look.kind, look.path, look.number)
+            return self._numbered.run(look, event, self._budget(deadline))
 
     def publish_tensors(self, tensors: Tensors, *, number: int, deadline: float | None = None) -> PublishOutcome:
         """Publish named tensors as version ``number``, encoded and uploaded while the next one is produced.
@@ -243,15 +244,12 @@ class Publisher:
 
         Raises ConfigError where there is no room for the base of the next delta, and as ``publish_directory``.
         """
-        with self._mutex:
-            try:
-                event = self._event(WriteKind.FULL, "", number)
-                self._plugins.notify(event)
-                self._join()
-                return self._feed.publish(tensors, number, event, self._budget(deadline))
-            except CWTrainError as error:
-                self._tell_failure(error, number)
-                raise
+        number, given = version_of(number), named_tensors(tensors)
+        with self._called(number):
+            event = self._event(WriteKind.FULL, "", number)
+            self._plugins.notify(event)
+            self._join()
+            return self._feed.publish(given, number, event, self._budget(deadline))
 
     def begin_tensors(self, *, number: int, base_identity: str | None) -> TensorPlan | PublishOutcome:
         """Decide how version ``number``, which several ranks write together, is published; on rank 0.
@@ -260,17 +258,14 @@ class Publisher:
         whole. The plan goes to all ranks, each of which writes by it (see ``TensorPlan``). Where a plugin skips the
         version, its outcome is returned instead. Raises as ``publish_directory``.
         """
-        with self._mutex:
-            try:
-                event = self._event(WriteKind.FULL, "", number)
-                self._plugins.notify(event)
-                self._join()
-                budget = self._budget(None)
-                self._feed.place(number, budget)
-                return self._feed.begin(number, event, budget, held=base_identity)
-            except CWTrainError as error:
-                self._tell_failure(error, number)
-                raise
+        number = version_of(number)
+        with self._called(number):
+            event = self._event(WriteKind.FULL, "", number)
+            self._plugins.notify(event)
+            self._join()
+            budget = self._budget(None)
+            self._feed.place(number, budget)
+            return self._feed.begin(number, event, budget, held=base_identity)
 
     def finish_tensors(
         self, plan: TensorPlan, written: WrittenSnapshot, *, deadline: float | None = None
@@ -280,19 +275,15 @@ class Publisher:
         Raises HotLoadFailedError where the engine did not take it: ``begin_tensors`` with ``base_identity=None`` then
         publishes the same version in full.
         """
-        with self._mutex:
-            try:
-                return self._feed.finish(plan, written, self._budget(deadline))
-            except CWTrainError as error:
-                self._tell_failure(error, plan.number)
-                raise
+        with self._called(plan.number):
+            return self._feed.finish(plan, written, self._budget(deadline))
 
     def finish(self, *, deadline: float | None = None) -> None:
         """Wait for what is still on its way: the baseline, and with WAIT=0 the last hot-load.
 
         Raises HotLoadError where what the trainer wrote last is not served and cannot be brought.
         """
-        with self._mutex:
+        with self._called(tell=False):
             self._join()
             self._numbered.finish(Budget(deadline, self._clock))
 
@@ -323,6 +314,23 @@ class Publisher:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _called(self, number: int | None = None, *, tell: bool = True) -> Iterator[None]:
+        """One call at a time, none after ``close`` (another process may work with STATE_DIR then). ``tell`` plugins."""
+        with self._mutex:
+            try:
+                if self._closed:
+                    raise HotLoadError(
+                        f"the publisher of run {self.run_id} is closed: it gave up {self.state_dir}",
+                        hint="make another Publisher with the same CWTRAIN_HOTLOAD_RUN_ID: it goes on where this one "
+                        "stopped",
+                    )
+                yield
+            except CWTrainError as error:
+                if tell and self._defaults.last_failure is not error:
+                    self._plugins.notify(SyncFailed(error=error, version=number, run_id=self.run_id))
+                raise
+
     def _budget(self, deadline: float | None) -> Budget:
         return Budget(self.settings.deadline if self.settings.deadline is not None else deadline, self._clock)
 
@@ -333,11 +341,13 @@ class Publisher:
         self._journal.close()
 
     def _start_baseline(self, wait_seconds: float) -> PublishOutcome:
-        if self._thread is not None:
-            self._thread.join()
-        self._thread, self._baseline_error = None, None
+        if self._baseline_ended is not None:
+            self._baseline_ended.wait()
+        self._baseline_ended, self._baseline_error = None, None
         snapshot = check_base(self.base, mirror_path=self._journal.mirror_path if self._follower else None)
         baseline = Baseline(self.base, self.settings, self._journal, self._follower, self._sender)
+
+        ended = threading.Event()
 
         def work() -> None:
             try:
@@ -345,14 +355,16 @@ class Publisher:
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the thread
                 self._baseline_error = error
                 _log.error("the base checkpoint could not be published: %s", error)
+            finally:
+                ended.set()
             if self._closed:
                 self._let_go()
 
         # A daemon: a process whose main thread has ended must not stay for it. Nothing is lost, the next start goes on.
-        self._thread = threading.Thread(target=work, name="cwtrain-baseline", daemon=True)
-        self._thread.start()
-        self._thread.join(wait_seconds)
-        running = self._thread.is_alive()
+        # Waited for by the event: a Ctrl-C within Thread.join() leaves a running thread marked as ended (CPython 3.11).
+        threading.Thread(target=work, name="cwtrain-baseline", daemon=True).start()
+        self._baseline_ended = ended
+        running = not ended.wait(wait_seconds)
         if running:
             _log.warning(
                 "the base checkpoint is still being published after %.0f s; the first version waits for it",
@@ -371,9 +383,9 @@ class Publisher:
 
     def _join(self) -> None:
         """Wait for the baseline's thread, and raise what became of it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._baseline_ended is not None:
+            self._baseline_ended.wait()
+            self._baseline_ended = None
         self._raise_baseline_error()
 
     def _raise_baseline_error(self) -> None:
@@ -390,10 +402,6 @@ class Publisher:
             world_size=self._world_size,
             run_id=self.run_id,
         )
-
-    def _tell_failure(self, error: CWTrainError, number: int | None) -> None:
-        if self._defaults.last_failure is not error:
-            self._plugins.notify(SyncFailed(error=error, version=number, run_id=self.run_id))
 
 
 def _stamped(disk_dir: str) -> str:

@@ -1,0 +1,54 @@
+"""What callers may give a publisher, checked before anything is done with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from operator import index
+from typing import SupportsIndex
+
+from cwtrain.errors import ConfigError
+from cwtrain.hotload._publish.plan import TensorBase, Tensors
+
+__all__ = ["base_place", "baseline_wait", "named_tensors", "version_of"]
+
+_TOO_LARGE = 10**18
+"""Identities have up to 18 digits of a version."""
+
+
+def version_of(number: SupportsIndex) -> int:
+    """Return ``number`` as an int. Raises ConfigError for what is no version."""
+    try:
+        found = -1 if isinstance(number, bool) else index(number)
+    except TypeError:
+        found = -1
+    if not 0 <= found < _TOO_LARGE:
+        raise ConfigError(f"number={number!r} is not a version", hint="give an integer from 0 to 999999999999999999")
+    return found
+
+
+def named_tensors(tensors: Tensors) -> Tensors:
+    """Return ``tensors``. Raises ConfigError for what cannot be gone through a second time, as an iterator."""
+    if isinstance(tensors, Mapping) or callable(tensors):
+        return tensors
+    raise ConfigError(
+        f"tensors is a {type(tensors).__name__}, which is neither a mapping nor a function",
+        hint="give a state dict, or a function that returns the (name, tensor) pairs anew at each call: a delta that "
+        "fails in the engine is published once more in full",
+    )
+
+
+def base_place(name: TensorBase | str | None) -> TensorBase:
+    """Return where the base of the next delta lies. Raises ConfigError for another name."""
+    try:
+        return TensorBase(name or TensorBase.NONE)
+    except ValueError:
+        known = ", ".join(TensorBase)
+        raise ConfigError(f"tensor_base={name!r} is not known", hint=f"give one of {known}") from None
+
+
+def baseline_wait(seconds: float) -> float:
+    """Return how long a baseline call blocks; what is too long for a thread is cut. Raises ConfigError for no time."""
+    if not seconds >= 0:
+        raise ConfigError(f"wait_seconds={seconds} is no time", hint="give seconds, 0 or more")
+    return min(seconds, threading.TIMEOUT_MAX)
