@@ -13,7 +13,7 @@ from cwtrain.errors import (
     SnapshotLayoutError,
     StorageAccessError,
 )
-from cwtrain.hotload import PublishState
+from cwtrain.hotload import PublishState, WeightMirror
 from cwtrain.hotload.status import BaselineState, read_status
 from cwtrain.models.sync import SnapshotChoice, WeightSyncResult
 from cwtrain.plugins import hookimpl
@@ -72,6 +72,44 @@ def test_with_wait_0_the_end_of_the_run_brings_the_last_version_in_full_where_it
     publisher.publish_directory(trainer.step())
     publisher.finish()
     assert publisher.state.acknowledged.identity == "run-v000001-full"
+    scene.check_served(trainer.tensors)
+
+
+@pytest.mark.parametrize("full_every", [0, 20])
+def test_the_end_of_the_run_brings_a_version_that_was_never_asked_for_or_says_that_it_is_missing(scene, full_every):
+    """A call raised, the trainer went on to the end: that must not look as if its last weights were served."""
+    trainer, publisher = scene.trainer, scene.publisher(full_every=full_every)
+    publisher.baseline()
+    place = trainer.step()
+    scene.store.denied.add("s3:PutObject")
+    with pytest.raises(StorageAccessError):
+        publisher.publish_directory(place)
+    scene.store.denied.clear()
+    if full_every:
+        publisher.finish()
+    else:
+        with pytest.raises(HotLoadError, match="version 1 is not served"):
+            publisher.finish()
+        publisher.publish_directory(place)
+        publisher.finish()
+    scene.check_served(trainer.tensors)
+
+
+def test_the_end_of_the_run_does_not_publish_a_mirror_that_has_moved_on(scene, faults):
+    """B05: killed after the mirror took a version and before that was written down; the next process only ends."""
+    trainer, publisher = scene.trainer, scene.publisher(wait=False)
+    publisher.baseline()
+    faults.add("replica", "damage", identity="run-v000001")
+    publisher.publish_directory(trainer.step())
+    publisher.close()
+    with WeightMirror(publisher.state_dir / "mirror") as mirror:
+        mirror.apply_delta(trainer.step())
+    again = scene.publisher(wait=False)
+    with pytest.raises(HotLoadError, match="version 1 is not served"):
+        again.finish()
+    assert not any("full" in name for name, _ in scene.hot_loads())
+    again.publish_directory(trainer.updates / "weight_v000002")
+    again.finish()
     scene.check_served(trainer.tensors)
 
 
@@ -178,6 +216,24 @@ def test_another_base_under_the_same_run_id_gets_a_name_of_its_own(scene, tmp_pa
     outcome = publisher.publish_directory(other.step())
     assert scene.hot_load(outcome.identity).previous_identity == "run.2-v000000"
     scene.check_served(other.tensors)
+
+
+def test_a_base_that_was_changed_is_found_again_under_its_own_name(scene, tmp_path):
+    """B05: started again with the second base, also on an empty disk, a run uploads nothing."""
+    with scene.publisher() as publisher:
+        publisher.baseline()
+    other = ToyTrainer(tmp_path / "other", seed=5)
+    with scene.publisher(trainer=other) as publisher:
+        publisher.baseline()
+    before = scene.objects("run")
+    for name in ("state", "empty"):
+        with scene.publisher(trainer=other, name=name) as publisher:
+            assert publisher.baseline().identity == "run.2-v000000"
+            other.restart()
+            outcome = publisher.publish_directory(other.step())
+            assert scene.hot_load(outcome.identity).previous_identity == "run.2-v000000"
+        scene.check_served(other.tensors)
+    assert {key for key in scene.objects("run") if "v000000" in key} == {key for key in before if "v000000" in key}
 
 
 def test_a_plugin_chooses_names_and_stands_in_for_the_publish(scene):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from cwtrain.hotload._publish.epochs import highest_epoch, open_epoch
 from cwtrain.hotload._publish.follow import Follower
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import content_of
-from cwtrain.hotload._publish.names import identity_of
+from cwtrain.hotload._publish.names import identity_of, parse_identity
 from cwtrain.hotload._publish.send import Budget, Sender
 from cwtrain.hotload.check import check_hot_load
 from cwtrain.hotload.delta import checkpoint_checksums
@@ -172,17 +172,42 @@ class Baseline:
     def _find(
         self, snapshot: LocalSnapshot, checksums: Mapping[str, str], names: tuple[str, str], budget: Budget
     ) -> tuple[str, bool]:
-        """Return under which identity the base stands in the bucket, equal; or under which it is to be published."""
-        for identity in dict.fromkeys(names):
+        """Return under which identity the base stands in the bucket, equal; or under which it is to be published.
+
+        A base that was changed in the life of the run stands under the name of the epoch that it came with.
+        """
+        free: list[str] = []
+        for identity in dict.fromkeys(self._candidates(names, budget)):
             manifest = self.sender.through_outages(
                 partial(self._manifest, identity), budget, f"reading the manifest of {identity}"
             )
             if manifest is None:
-                return identity, False
-            if content_of(manifest["tensors"]) == content_of(checksums) and not _other_files(snapshot, manifest):
+                free += [identity] if identity in names else []
+            elif content_of(manifest["tensors"]) == content_of(checksums) and not _other_files(snapshot, manifest):
                 return identity, True
-            _log.warning("%s holds another base checkpoint than %s", identity, snapshot.path)
-        return names[-1], False
+            else:
+                _log.warning("%s holds another base checkpoint than %s", identity, snapshot.path)
+        return (*free, names[-1])[0], False
+
+    def _candidates(self, names: tuple[str, str], budget: Budget) -> Iterator[str]:
+        """Yield the names that the base may stand under: the run's first, those of later epochs (newest first), ours.
+
+        The bucket is listed only where the first is not it.
+        """
+        yield names[0]
+        loader, run = self.sender.loader, self.journal.state.run_id
+        folder = loader.location.manifest_key("").removesuffix(".json")
+        found = self.sender.through_outages(
+            lambda: list(loader.store.list_objects(f"{folder}{run}")), budget, "looking for earlier bases"
+        )
+        parsed = {}
+        for item in found:
+            identity = item.key.removeprefix(folder).removesuffix(".json")
+            name = parse_identity(run, identity)
+            if name is not None and name.version == 0 and not name.suffix:
+                parsed[identity] = name.epoch
+        yield from sorted(parsed, key=lambda identity: -parsed[identity])
+        yield names[1]
 
     def _manifest(self, identity: str) -> dict[str, Any] | None:
         """Return the manifest of a snapshot that is whole, else None."""

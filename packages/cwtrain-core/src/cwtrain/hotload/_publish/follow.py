@@ -84,6 +84,11 @@ class Follower:
         journal.save(journal.state.mirrored(journal.state.epoch))
         return self._mirror
 
+    def holds(self, number: int) -> bool:
+        """Return whether the mirror, opened and whole, is at version ``number`` of the open epoch."""
+        mirror = self._opened()
+        return mirror is not None and version_number(mirror.version) == number
+
     def follow(self, look: Look) -> Followed:
         """Bring the mirror to the version that ``look`` saw, and say from where it is to be published.
 

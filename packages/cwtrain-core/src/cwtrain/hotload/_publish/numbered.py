@@ -124,19 +124,21 @@ class Numbered:
         self.settle(budget)
         state = self.journal.state
         written = state.written
-        if written is None or state.refused is None:
+        missing = state.refused or (state.pending and state.pending.identity)
+        if written is None or missing is None:
             return
         if state.acknowledged is not None and state.acknowledged.holds(written.number):
             return
-        if not self.rules.falls_back:
+        # A process that was killed may have brought the mirror further than what was written down.
+        if not self.rules.falls_back or self.follower is None or not self.follower.holds(written.number):
             raise HotLoadError(
-                f"version {written.number} is not served: the hot-load of {state.refused} did not end well",
+                f"version {written.number} is not served: the hot-load of {missing} "
+                f"{'did not end well' if state.refused else 'was never asked for'}",
                 hint="give the publisher the same version again where it is still at hand, or start the run again with "
                 "the same CWTRAIN_HOTLOAD_RUN_ID: it goes on from its base",
             )
-        assert self.follower is not None
         look = Look(path=self.follower.path, kind=WriteKind.FULL, number=written.number)
-        decision = Decision(choice=SnapshotChoice.FULL, reason="the last hot-load did not end well", cut=True)
+        decision = Decision(choice=SnapshotChoice.FULL, reason="the last publish did not end well", cut=True)
         followed = Followed(path=None)
         self._publish(look, followed, decision, None, 0, Measures(), budget, wait=True)
 
