@@ -214,8 +214,17 @@ def test_the_hook_is_a_plain_function_that_needs_no_engines() -> None:
 def test_importing_the_hook_is_cheap() -> None:
     """Every rank imports it at the start of its actor: no network library, no torch, and slime is not changed."""
     code = (
-        "import sys; from cwtrain.integrations.slime import hook; from cwtrain.integrations.miles import hook as other;"
-        "assert hook is other; assert not {'boto3', 'httpx', 'numpy', 'torch', 'ray', 'slime'} & set(sys.modules)"
+        "import sys; from cwtrain.integrations.slime import hook;"
+        "assert not {'boto3', 'httpx', 'numpy', 'torch', 'ray', 'slime'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_hook_of_miles_is_the_same_and_as_cheap() -> None:
+    pytest.importorskip("cwtrain_miles")
+    code = (
+        "import sys; from cwtrain.integrations.miles import hook; from cwtrain.integrations.slime import hook as other;"
+        "assert hook is other; assert not {'boto3', 'httpx', 'numpy', 'torch', 'ray', 'miles'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
