@@ -120,6 +120,17 @@ def test_it_stops_where_it_cannot_read(store: MemoryStore, key: str, body: bytes
     assert "nothing was removed" in caught.value.hint
 
 
+@pytest.mark.parametrize("version", ["", ', "base_version": "3"'])
+def test_what_another_uploader_left_stands_on_what_the_service_was_told(store: MemoryStore, version: str) -> None:
+    """B29's kind: a delta without a manifest whose index names no identity is no full snapshot that stands alone."""
+    del store.objects[PLACE.manifest_key("run-v000004")]
+    store.put(PLACE.key("run-v000004", INDEX), b'{"metadata": {"delta_encoding": "xor"%s}}' % version.encode())
+    assert plan(store).live["run-v000003-full"] == "run-v000004 stands on it (served by D)"
+    alone = [hot_load("run-v000004"), *HOT_LOADS[1:]]
+    with pytest.raises((SnapshotError, SnapshotChainError), match=r"nothing says what it applies to|3 is not there"):
+        plan(store, hot_loads=alone)
+
+
 def test_it_stops_where_something_needed_is_gone(store: MemoryStore) -> None:
     """B29's kind: a chain that is broken already is said, and nothing else of it is taken away."""
     for name in names_in(store, PLACE, "run-v000003-full"):

@@ -123,7 +123,7 @@ def plan_retention(
     refused permission.
     """
     found = _look(store, location)
-    reader = _Reader(store, location, found)
+    reader = _Reader(store, location, found, [one for several in hot_loads.values() for one in several])
     live: dict[str, str] = {}
     for identity, reason, need in _roots(location, found, deployments, hot_loads, keep):
         reader.follow(identity, reason, live, need)
@@ -214,8 +214,12 @@ def _at_model_path(location: Location, deployment: Deployment) -> str | None:
 class _Reader:
     """What manifests and indexes say; each is read once."""
 
-    def __init__(self, store: ObjectStore, location: Location, found: Mapping[str, _Found]) -> None:
+    def __init__(
+        self, store: ObjectStore, location: Location, found: Mapping[str, _Found], hot_loads: Iterable[HotLoad]
+    ) -> None:
         self._store, self._location, self._found = store, location, found
+        self._applied_to = {one.identity: one.previous_identity for one in hot_loads if one.previous_identity}
+        """What the service was told that a delta applies to."""
         self._manifests: dict[str, dict[str, Any] | None] = {}
         self._previous: dict[str, str | None] = {}
 
@@ -282,16 +286,23 @@ class _Reader:
     def _read_previous(self, identity: str) -> str | None:
         manifest = self._manifest(identity)
         if manifest is not None:
-            return manifest["previous_identity"] if manifest.get("type") == "INCREMENTAL" else None
+            said = manifest.get("previous_identity") if manifest.get("type") == "INCREMENTAL" else None
+            return said or self._applied_to.get(identity)
         item = self._found[identity]
         if not item.whole:
             return None
         key = item.objects[INDEX_NAME].key
         try:
             metadata = parse_json(self._store.get(key)).get("metadata") or {}
-            previous = metadata.get("base_version") if "delta_encoding" in metadata else None
+            if "delta_encoding" not in metadata:
+                return self._applied_to.get(identity)
+            previous = metadata.get("base_version")
             if not isinstance(previous, str | None):
                 raise ValueError(f"has the base_version {previous!r}")
+            # Other uploaders leave the trainer's number here, or nothing.
+            previous = self._applied_to.get(identity) or previous
+            if previous is None:
+                raise ValueError("is a delta, and nothing says what it applies to")
         except (ValueError, AttributeError, StorageNotFoundError) as error:
             raise SnapshotError(f"s3://{self._location.bucket}/{key} cannot be read: {error}", hint=_CANNOT) from error
         return previous
