@@ -96,7 +96,7 @@ def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_last_state(tmp_p
 
 def test_a_new_epoch_throws_converted_deltas_away(tmp_path):
     made = journal(tmp_path)
-    place = made.staging_path("1-3")
+    place = made.staging_path(3, "digest")
     os.makedirs(place)
     assert made.open_epoch(2).epoch == 2
     assert not os.path.exists(place)

@@ -15,6 +15,7 @@ from cwtrain.errors import (
 from cwtrain.hotload import PublishState, WeightMirror
 from cwtrain.hotload.publisher import read_note
 from cwtrain.models.sync import SnapshotChoice
+from cwtrain.plugins import hookimpl
 from helpers.memory_scene import MemoryScene
 from helpers.tiny_checkpoint import write_delta_by_hand
 from helpers.toy_trainer import ToyTrainer, foreign
@@ -45,6 +46,50 @@ def test_a_delta_in_a_format_that_the_service_does_not_take_is_converted_with_th
     scene.check_served(trainer.tensors)
     assert not list((publisher.state_dir / "staging").iterdir())
     publisher.publish_directory(trainer.step())
+    scene.check_served(trainer.tensors)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_converted_delta_of_before_a_kill_is_published_only_for_the_same_content(scene, same):
+    """B05: killed when the mirror had taken the delta and nothing was written down; the trainer writes it anew."""
+    trainer, publisher = scene.trainer, scene.publisher()
+    publisher.baseline()
+    place = foreign(trainer.step(), trainer.at(0), trainer.at(1), "xxh3-128")
+    before = (publisher.state_dir / "journal.json").read_bytes()
+
+    class Killed:
+        @hookimpl
+        def cwtrain_choose_snapshot(self, written, chain):
+            raise KeyboardInterrupt
+
+    publisher.loader.plugins.register(Killed(), name="killed")
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish_directory(place)
+    publisher.close()
+    (publisher.state_dir / "journal.json").write_bytes(before)
+    if not same:
+        other = ToyTrainer(trainer.root / "again", seed=0)
+        other.rng.seed(99)
+        place = foreign(other.step(), other.at(0), other.at(1), "xxh3-128")
+        trainer = other
+    outcome = scene.publisher().publish_directory(place)
+    assert (outcome.identity, outcome.kind) == ("run-v000001", SnapshotChoice.DELTA)
+    scene.check_served(trainer.tensors)
+
+
+def test_a_journal_that_is_lost_is_not_made_of_another_runs_versions(scene, tmp_path):
+    """B47: a run that is called like an epoch of this one published last."""
+    trainer, publisher = scene.trainer, scene.publisher()
+    publisher.baseline()
+    publisher.publish_directory(trainer.step())
+    (tmp_path / "other").mkdir()
+    other = ToyTrainer(tmp_path / "other", seed=5)
+    like = scene.publisher(trainer=other, run_id="run.7")
+    like.baseline()
+    like.publish_directory(other.step())
+    outcome = scene.publisher(name="empty").publish_directory(trainer.step())
+    assert outcome.kind is SnapshotChoice.DELTA
+    assert scene.hot_load(outcome.identity).previous_identity == "run-v000001"
     scene.check_served(trainer.tensors)
 
 

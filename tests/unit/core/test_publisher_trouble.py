@@ -176,6 +176,21 @@ def test_an_identity_of_somebody_else_is_refused_before_weights_are_sent(scene, 
     assert scene.objects("the-best/") == before
 
 
+def test_a_run_that_was_taken_over_is_refused_however_far_the_other_one_jumped(scene):
+    """Identities of a run that is called like a later epoch make a second publisher jump over numbers."""
+    first = scene.publisher(name="first")
+    first.baseline()
+    with scene.publisher(run_id="run.7", name="like-epoch-7") as like:
+        like.baseline()
+    second = scene.publisher(name="second")
+    second.baseline()
+    assert second.state.epoch == 8
+    before = scene.objects("run")
+    with pytest.raises(SnapshotConflictError, match="was taken over: its epoch 8"):
+        first.publish_directory(scene.trainer.step())
+    assert scene.objects("run") == before
+
+
 def test_one_process_at_a_time_works_with_a_state_directory(scene):
     scene.publisher()
     with pytest.raises(Exception, match="in use by process"):
@@ -219,7 +234,7 @@ def test_another_base_under_the_same_run_id_gets_a_name_of_its_own(scene, tmp_pa
 
 
 def test_a_base_that_was_changed_is_found_again_under_its_own_name(scene, tmp_path):
-    """B05: started again with the second base, also on an empty disk, a run uploads nothing."""
+    """B47: started again with the second base, also on an empty disk, a run uploads nothing."""
     with scene.publisher() as publisher:
         publisher.baseline()
     other = ToyTrainer(tmp_path / "other", seed=5)

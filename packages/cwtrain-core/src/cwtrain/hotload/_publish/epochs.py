@@ -59,9 +59,12 @@ def open_epoch(store: ObjectStore, location: Location, run: str, *, first: int, 
 
 def refuse_if_taken_over(store: ObjectStore, location: Location, run: str, *, epoch: int, owner: str) -> None:
     """Raise SnapshotConflictError where somebody opened a later epoch than ``epoch``, or ``epoch`` is not ours."""
-    own = read_claim(store, location, epoch_claim(run, epoch))
-    later = read_claim(store, location, epoch_claim(run, epoch + 1))
-    for number, claim in ((epoch, own), (epoch + 1, later)):
+    folder = location.claim_key("").removesuffix(".json")
+    listed = store.list_objects(f"{folder}{epoch_claim(run, epoch).removesuffix(f'{epoch:06d}')}")
+    known = (epoch_of_claim(run, item.key.removeprefix(folder).removesuffix(".json")) for item in listed)
+    # Not always the next one: who takes over goes above every identity that reads like one of the run.
+    for number in sorted({epoch, *(one for one in known if one is not None and one > epoch)}):
+        claim = read_claim(store, location, epoch_claim(run, number))
         if claim is not None and claim.uuid != owner:
             raise SnapshotConflictError(
                 f"run {run!r} was taken over: its epoch {number} belongs to {claim.holder()}; nothing was sent",

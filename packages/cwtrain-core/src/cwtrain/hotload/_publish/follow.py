@@ -139,7 +139,7 @@ class Follower:
         held = version_number(mirror.version) if mirror is not None else None
         if mirror is not None and held == look.base_number:
             return mirror
-        if mirror is not None and held == look.number and _has(mirror, look):
+        if mirror is not None and held == look.number and self._has(mirror, look):
             return mirror
         known = state.acknowledged
         if mirror is not None and known is not None and known.any_base and held == 0:
@@ -189,18 +189,21 @@ class Follower:
         return self._mirror
 
     def _converted(self, mirror: WeightMirror, look: Look, *, applied: bool) -> str | None:
-        state = self._journal.state
-        out = self._journal.staging_path(f"{state.epoch}-{look.number}")
+        assert look.number is not None
+        out = self._journal.staging_path(look.number, look.content)
         if applied:
             return out if os.path.isdir(out) else None
-        shutil.rmtree(out, ignore_errors=True)
+        for old in self._journal.staged(look.number):
+            shutil.rmtree(old, ignore_errors=True)
         convert_delta(mirror.path, look.path, out)
         return out
 
-
-def _has(mirror: WeightMirror, look: Look) -> bool:
-    """Return whether the mirror has the delta's new bytes already: it was applied before a kill."""
-    if look.foreign:
-        return True  # compared by the mirror itself when it was applied: the version says it
-    held = mirror.checksums
-    return all(held.get(name) == value for name, value in look.checksums.items())
+    def _has(self, mirror: WeightMirror, look: Look) -> bool:
+        """Return whether the mirror has the delta's new bytes already: it was applied before a kill."""
+        if look.foreign:
+            # The mirror compared its checksums when it was applied. Which delta that was, its conversion says.
+            assert look.number is not None
+            staged = self._journal.staged(look.number)
+            return not staged or self._journal.staging_path(look.number, look.content) in staged
+        held = mirror.checksums
+        return all(held.get(name) == value for name, value in look.checksums.items())

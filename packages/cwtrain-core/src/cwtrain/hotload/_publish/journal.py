@@ -61,9 +61,17 @@ class Journal:
         """Where the mirror lies."""
         return os.path.join(self.root, "mirror")
 
-    def staging_path(self, name: str) -> str:
-        """Return where a converted delta lies until it is published."""
-        return os.path.join(self.root, _STAGING, name)
+    def staging_path(self, number: int, content: str) -> str:
+        """Return where the converted delta of a version lies until it is published; ``content`` is its digest."""
+        return os.path.join(self.root, _STAGING, f"{self.state.epoch}-{number}-{content[:16]}")
+
+    def staged(self, number: int) -> list[str]:
+        """Return where converted deltas of a version of this epoch lie."""
+        folder = os.path.join(self.root, _STAGING)
+        if not os.path.isdir(folder):
+            return []
+        begin = f"{self.state.epoch}-{number}-"
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(begin)]
 
     def save(self, state: State) -> State:
         """Write ``state`` down, and return it: after a kill, or a crash of the machine, it is this one or the last."""

@@ -328,8 +328,7 @@ class Numbered:
         if self.settings.cleanup and (found := removable(state)):
             gone = remove_directories(found, self.disk_dir)
             self.journal.save(self.journal.state.without(gone))
-        staged = self.journal.staging_path(f"{state.epoch}-{number}")
-        if os.path.isdir(staged):
+        for staged in self.journal.staged(number):
             remove_directories({staged: number}, os.path.dirname(staged))
 
     def verify(self, hot_load: HotLoad, measures: Measures) -> None:

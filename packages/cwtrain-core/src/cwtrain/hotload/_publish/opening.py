@@ -82,6 +82,8 @@ class Opening:
                 except CWTrainError as error:
                     _log.warning("%s cannot be gone on from: %s", hot_load.identity, error)
                     return None
+                if manifest.get("run_id") not in (None, run):
+                    continue  # another run, whose name reads like an epoch of this one
                 number = version_number(str(manifest.get("version")))
                 if number is None:
                     return None
