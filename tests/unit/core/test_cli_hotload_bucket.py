@@ -31,3 +31,10 @@ def test_gc_asks_how_many_to_keep() -> None:
     done = run("hotload", "gc", "--deployment", "a")
     assert done.code == 2
     assert "--keep" in done.err
+
+
+def test_resume_info_names_the_option_of_a_run_id_that_is_none() -> None:
+    done = run("hotload", "resume-info", "--run", "---")
+    assert done.code == 2
+    assert "'--run'" in done.err
+    assert "must have a letter or a digit" in done.err

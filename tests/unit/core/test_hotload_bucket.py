@@ -217,6 +217,14 @@ def test_what_comes_next(store: MemoryStore) -> None:
     assert data["versions"][0]["standing"] == data["baseline_standing"] == "PUBLISHED"
 
 
+def test_what_was_removed_does_not_look_free(store: MemoryStore) -> None:
+    """An identity that a deployment has loaded is never to be used again, whatever is left in the bucket."""
+    delete_snapshots(store, PLACE, plan(store).doomed)
+    standing = {one.identity: one.standing for one in resume_info(store, PLACE, "run", "D", HOT_LOADS).versions}
+    assert standing["run-v000001"] is standing["run-v000002"] is IdentityStanding.REMOVED
+    assert standing["run-v000004"] is IdentityStanding.PUBLISHED
+
+
 def test_what_comes_next_for_a_run_that_has_nothing(store: MemoryStore) -> None:
     info = resume_info(store, PLACE, "another", "D", HOT_LOADS)
     assert (info.versions, info.epochs, info.next_identity) == ((), 0, "another-v000001")

@@ -131,3 +131,19 @@ def test_what_fails_twice_is_an_error(scene, faults):
     with pytest.raises(HotLoadFailedError):
         publisher.publish_tensors(scene.model.train(), number=2)
     assert publisher.state.acknowledged.identity == "run-v000001"
+
+
+def test_an_identity_that_replicas_refused_is_not_used_again_though_the_bucket_was_cleaned(scene, faults):
+    """B29's kind: gc removed what had failed; other weights under its name would meet what replicas kept of it."""
+    publisher = scene.publisher(tensor_base="none")
+    faults.add("replica", "damage", identity="run-v000001")
+    with pytest.raises(HotLoadFailedError):
+        publisher.publish_tensors(scene.model.train(), number=1)
+    faults.clear()
+    location = publisher.loader.location
+    for one in list(scene.store.list_objects(location.prefix("run-v000001"))):
+        scene.store.delete(one.key)
+    for key in (location.manifest_key("run-v000001"), location.claim_key("run-v000001")):
+        scene.store.delete(key)
+    assert publisher.publish_tensors(scene.model.train(), number=1).identity != "run-v000001"
+    assert scene.objects("run-v000001/") == {}

@@ -127,9 +127,13 @@ def resume_info(ctx: Context, run_id: str, deployment_id: str | None) -> None:
     And what a publisher with this run id does when it is started again.
     """
     from cwtrain.config.hotload import clean_run_id
+    from cwtrain.errors import ConfigError
     from cwtrain.hotload import resume
 
-    run = clean_run_id(run_id)
+    try:
+        run = clean_run_id(run_id)
+    except ConfigError as error:
+        raise click.BadParameter(error.message, click.get_current_context(), param_hint="'--run'") from error
     with ctx.client() as client:
         wanted = [deployment_id] if deployment_id else [one.id for one in client.list_deployments() if one.hot_load]
         found = []

@@ -74,12 +74,15 @@ def resume_info(
         if parsed is None:
             continue
         hot_load = newest.get(identity)
+        standing = identity_standing(store, location, identity)
+        if standing is IdentityStanding.FREE and hot_load is not None:
+            standing = IdentityStanding.REMOVED
         versions.append(
             PublishedVersion(
                 identity=identity,
                 epoch=parsed.epoch,
                 version=parsed.version,
-                standing=identity_standing(store, location, identity),
+                standing=standing,
                 hot_load=str(hot_load.state) if hot_load is not None else None,
                 served=served is not None and served.identity == identity,
             )

@@ -40,6 +40,8 @@ class IdentityStanding(StrEnum):
     """A streamed snapshot that lacks nothing but its index: ``complete_streamed`` writes it."""
     PUBLISHED = "PUBLISHED"
     """The index is there."""
+    REMOVED = "REMOVED"
+    """Nothing is there any more, but a hot-load knows it: never to be used again. Only ``resume_info`` can tell."""
 
 
 def identity_standing(store: ObjectStore, location: Location, identity: str) -> IdentityStanding:

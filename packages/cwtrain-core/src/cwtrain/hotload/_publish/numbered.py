@@ -294,6 +294,8 @@ class Numbered:
                 and (mine.identity, mine.number, mine.choice) == (identity, number, decision.choice)
             ):
                 return identity
+            if identity == state.refused:
+                continue  # replicas may have its bytes, also where it was removed from the bucket since
             key = loader.location.claim_key(identity)
             taken = self.sender.through_outages(
                 partial(loader.store.head, key), budget, f"looking whether {identity} is free"
