@@ -421,6 +421,18 @@ def test_a_tensor_that_two_ranks_add(store: MemoryStore, sides: Path) -> None:
         ({"kind": "full", "previous_identity": "v0"}, "previous_identity='v0' is of a delta"),
         ({"kind": "delta"}, "a delta needs base="),
         ({"kind": "full", "rank": 1, "ranks": 2, "upload_id": "u", "memory_bytes": 1 << 20}, "is not enough"),
+        (
+            {
+                "kind": "full",
+                "rank": 1,
+                "ranks": 2,
+                "upload_id": "u",
+                "max_bytes_per_second": float("nan"),
+                "upload_workers": 0,
+                "shard_bytes": -1,
+            },
+            "upload_workers=0 and shard_bytes=-1 and max_bytes_per_second=nan: must be above zero",
+        ),
         ({"kind": "full", "rank": 1, "ranks": 2, "upload_id": "u", "workers": 0}, "workers=0"),
     ],
 )

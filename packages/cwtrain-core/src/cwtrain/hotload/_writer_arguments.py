@@ -12,7 +12,7 @@ from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, 
 from cwtrain.snapshots.identity import check_previous_identity
 from cwtrain.storage.stream import StreamSizes
 
-__all__ = ["encoders", "kind_of", "predecessor", "side_directory", "stream_sizes"]
+__all__ = ["check_sending", "encoders", "kind_of", "predecessor", "side_directory", "stream_sizes"]
 
 _MIB = 1 << 20
 _MOST_WORKERS = 8
@@ -63,6 +63,14 @@ def side_directory(path: str | os.PathLike[str] | None, *, needed: bool) -> str 
     if needed:
         read_side_files(place, only_check=True)
     return place if needed else None
+
+
+def check_sending(*, upload_workers: int, shard_bytes: int | None, max_bytes_per_second: float | None) -> None:
+    """Raise ConfigError with every one of these that is no number above zero; None is what is not given."""
+    given = {"upload_workers": upload_workers, "shard_bytes": shard_bytes, "max_bytes_per_second": max_bytes_per_second}
+    wrong = [f"{name}={value}" for name, value in given.items() if value is not None and not value > 0]
+    if wrong:
+        raise ConfigError(f"{' and '.join(wrong)}: must be above zero", hint="give more than zero, or leave it out")
 
 
 def encoders(workers: int | None, memory_bytes: int) -> int:

@@ -30,7 +30,14 @@ from typing import Any, NoReturn, Self
 
 from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
-from cwtrain.hotload._writer_arguments import encoders, kind_of, predecessor, side_directory, stream_sizes
+from cwtrain.hotload._writer_arguments import (
+    check_sending,
+    encoders,
+    kind_of,
+    predecessor,
+    side_directory,
+    stream_sizes,
+)
 from cwtrain.hotload._writer_index import streamed_index
 from cwtrain.hotload._writer_receipts import ShardReceipt, WrittenSnapshot, check_receipts, written_snapshot
 from cwtrain.hotload._writer_shards import ShardSink
@@ -112,6 +119,7 @@ class SnapshotWriter:
         self.upload_id = upload_id or new_upload_id()
         self.previous_identity = predecessor(identity, base, previous_identity, full=self._full)
         self._side_files = side_directory(side_files, needed=self._full and rank == 0)
+        check_sending(upload_workers=upload_workers, shard_bytes=shard_bytes, max_bytes_per_second=max_bytes_per_second)
         count = encoders(workers, memory_bytes)
         self._sizes = sizes or stream_sizes(memory_bytes, count)
         self._location, self._base, self._names = location, base, names
