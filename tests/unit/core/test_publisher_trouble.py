@@ -129,6 +129,21 @@ def test_a_baseline_that_the_bucket_refuses_is_known_to_those_who_wait_for_it(sc
     assert (status.state, status.identity, status.run_id) == (BaselineState.SERVED, "run-v000000", "run")
 
 
+def test_after_the_permission_is_granted_the_same_call_brings_the_base_too(scene):
+    """B05's kind: what failed in the base's thread is raised, and not for ever."""
+    trainer, publisher = scene.trainer, scene.publisher()
+    place = trainer.step()
+    scene.store.denied.add("s3:PutObject")
+    for call in (publisher.baseline, lambda: publisher.publish_directory(place), publisher.finish):
+        with pytest.raises(StorageAccessError, match="s3:PutObject"):
+            call()
+    scene.store.denied.clear()
+    with pytest.raises(StorageAccessError):
+        publisher.finish()  # an end brings no base
+    assert publisher.publish_directory(place).kind is SnapshotChoice.DELTA
+    scene.check_served(trainer.tensors)
+
+
 def test_a_directory_that_is_cleaned_up_while_it_is_read_is_an_error_that_a_retry_mends(scene, faults):
     """B18: the trainer keeps the last versions only, and deletes one that is still being uploaded."""
     trainer, publisher = scene.trainer, scene.publisher()

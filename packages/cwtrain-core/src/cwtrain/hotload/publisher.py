@@ -168,6 +168,7 @@ class Publisher:
         self._closed = False
         self._baseline_ended: threading.Event | None = None
         self._baseline_error: BaseException | None = None
+        self._baseline_told: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"Publisher(run_id={self.run_id!r}, deployment_id={self.settings.deployment_id!r})"
@@ -198,7 +199,8 @@ class Publisher:
         rollouts read how it goes from the status object (``cwtrain.hotload.status``). Opens an epoch. The same run
         started again finds the base published and equal, and uploads nothing.
 
-        Raises what has gone wrong by then; a later failure is raised by the first numbered call.
+        Raises what has gone wrong by then; a later failure is raised by the first numbered call, and the next one
+        begins the base anew.
         """
         wait = baseline_wait(self.settings.baseline_wait if wait_seconds is None else wait_seconds)
         with self._called(tell=False):
@@ -284,7 +286,7 @@ class Publisher:
         Raises HotLoadError where what the trainer wrote last is not served and cannot be brought.
         """
         with self._called(tell=False):
-            self._join()
+            self._join(again=False)
             self._numbered.finish(Budget(deadline, self._clock))
 
     def close(self) -> None:
@@ -346,7 +348,6 @@ class Publisher:
         self._baseline_ended, self._baseline_error = None, None
         snapshot = check_base(self.base, mirror_path=self._journal.mirror_path if self._follower else None)
         baseline = Baseline(self.base, self.settings, self._journal, self._follower, self._sender)
-
         ended = threading.Event()
 
         def work() -> None:
@@ -362,8 +363,12 @@ class Publisher:
 
         # A daemon: a process whose main thread has ended must not stay for it. Nothing is lost, the next start goes on.
         # Waited for by the event: a Ctrl-C within Thread.join() leaves a running thread marked as ended (CPython 3.11).
-        threading.Thread(target=work, name="cwtrain-baseline", daemon=True).start()
         self._baseline_ended = ended
+        try:
+            threading.Thread(target=work, name="cwtrain-baseline", daemon=True).start()
+        except RuntimeError:  # no thread can be had
+            ended.set()
+            raise
         running = not ended.wait(wait_seconds)
         if running:
             _log.warning(
@@ -381,17 +386,19 @@ class Publisher:
             state=PublishState.PUBLISHING if running else PublishState.COMPLETED,
         )
 
-    def _join(self) -> None:
-        """Wait for the baseline's thread, and raise what became of it."""
+    def _join(self, *, again: bool = True) -> None:
+        """Wait for the baseline's thread, and raise what became of it; ``again``: once, then it is begun anew."""
         if self._baseline_ended is not None:
             self._baseline_ended.wait()
             self._baseline_ended = None
+        if again and self._baseline_error is not None and self._baseline_error is self._baseline_told:
+            self._start_baseline(threading.TIMEOUT_MAX)
         self._raise_baseline_error()
 
     def _raise_baseline_error(self) -> None:
-        error = self._baseline_error
-        if error is not None:
-            raise error
+        self._baseline_told = self._baseline_error
+        if self._baseline_error is not None:
+            raise self._baseline_error
 
     def _event(self, kind: WriteKind, path: str, number: int | None) -> WeightsWritten:
         return WeightsWritten(
