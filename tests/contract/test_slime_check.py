@@ -94,6 +94,20 @@ def test_a_deployment_that_is_not_there_or_has_no_hot_load(check: Check, emulato
         api.close()
 
 
+def test_a_base_that_cannot_be_published_is_a_finding_among_the_others(check: Check, faults: Any) -> None:
+    found = check({"--update-weight-transport": "nccl"}, with_base=True, CWTRAIN_HOTLOAD_RUN_ID="")
+    assert {"not-disk", "run-id", "base-failed"} <= set(found)
+
+
+def test_what_a_run_makes_of_samples_does_not_change_what_is_asked(check: Check, faults: Any) -> None:
+    check(with_base=True)
+    odd = {"ON_FAILURE": "drop", "TOKEN_ID_PROMPTS": "0", "TOKEN_IDS": "0", "LOGPROBS": "0"}
+    environ = {f"CWTRAIN_ROLLOUT_{name}": value for name, value in odd.items()}
+    assert check(**environ) == ["log-probs-raw"]
+    faults.add("endpoint", "status", status=404)
+    assert check(**environ) == ["endpoint"]
+
+
 def test_a_deployment_that_is_disabled(check: Check, emulator: Any, deployment: Any) -> None:
     api = Api(emulator.base_url, emulator.admin_token)
     api.ok("PATCH", f"/deployments/{deployment['spec']['id']}", {**deployment["spec"], "disabled": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -176,6 +177,34 @@ def test_a_custom_configuration_overrides_flags(tmp_path: Path, base: Path) -> N
     path.write_text("update_weight_transport: nccl\nrollout_top_p: 0.5\nother: 1\n")
     found = names(SLIME, flags("slime", tmp_path, base, {"--custom-config-path": str(path)}))
     assert sorted(found) == ["not-disk", "top-p"]
+
+
+def test_a_custom_configuration_with_values_that_are_none(tmp_path: Path, base: Path) -> None:
+    """The trainer takes the file as it is: what is no number there is no number in the run, so it is an error."""
+    pytest.importorskip("yaml")
+    path = tmp_path / "more.yaml"
+    path.write_text("update_weight_disk_dir: 5\nrollout_temperature: hot\nhf_checkpoint: [a]\ncolocate: 'no'\n")
+    line = flags("slime", tmp_path, base, {"--custom-config-path": str(path)})
+    assert names(SLIME, line) == ["flag-value"] * 4
+    path.write_text("sglang_router_port: 30000\nload: null\nrollout_num_gpus: 0\n")
+    assert names(MILES, flags("miles", tmp_path, base, {"--custom-config-path": str(path)})) == []
+
+
+def test_a_quoted_launch_line_is_read_as_its_words(tmp_path: Path, base: Path) -> None:
+    line = [shlex.join(flags("slime", tmp_path, base))]
+    assert names(SLIME, line) == []
+    assert names(SLIME, [f"{line[0]} --save 'open"]) == ["flag-value"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_temperature_that_is_none(value: str, tmp_path: Path, base: Path) -> None:
+    assert names(SLIME, flags("slime", tmp_path, base, {"--rollout-temperature": value})) == ["temperature"]
+
+
+@pytest.mark.parametrize(("value", "found"), [("yes", []), ("On", []), ("0", ["routing-replay"])])
+def test_every_word_for_yes_asks_for_the_experts(value: str, found: list[str], tmp_path: Path, base: Path) -> None:
+    line = flags("miles", tmp_path, base, {"--use-rollout-routing-replay": None})
+    assert names(MILES, line, {"CWTRAIN_ROLLOUT_ROUTED_EXPERTS": value}) == found
 
 
 def test_flags_of_deltas_have_no_effect_in_full_mode(tmp_path: Path, base: Path) -> None:

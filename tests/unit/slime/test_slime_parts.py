@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from cwtrain.snapshots import inspect_snapshot
 from cwtrain.snapshots._digests import recorded_digest
 from cwtrain.storage import Location
 from cwtrain.storage.memory import MemoryStore
-from cwtrain_slime._parts import Send, _record, headers, local_shards, send, spread_of
+from cwtrain_slime._parts import PartsSender, Send, Spread, _record, headers, local_shards, send, spread_of
 from helpers.tiny_checkpoint import tiny_tensors, write_delta_by_hand
 
 MINE, THEIRS = "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"
@@ -76,6 +78,21 @@ def test_headers_are_enough_to_inspect(nodes: tuple[Path, Path], tmp_path: Path)
     assert snapshot.tensors == 2
     (file,) = [one for one in snapshot.files if one.name == THEIRS]
     assert file.sha256 == sha256
+
+
+def test_a_shard_that_a_shared_disk_shows_late_is_not_written_to(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+    """Rank 0 did not see it when the ranks told what they have, and sees it now: it stays as the trainer wrote it."""
+    (part,) = headers(nodes[1], 1, question(nodes).spread)
+    before = (nodes[1] / THEIRS).read_bytes()
+    late = nodes[0] / THEIRS
+    late.write_bytes(before)
+    publisher: Any = SimpleNamespace(state_dir=tmp_path / "state")
+    talk: Any = None
+    with PartsSender().sending(nodes[0], [part], talk, Spread(owners={MINE: 0, THEIRS: 1}), publisher) as directory:
+        assert (directory / MINE).is_symlink()
+        assert not (directory / THEIRS).is_symlink()
+        assert (directory / THEIRS).stat().st_size == len(before)
+    assert late.read_bytes() == before
 
 
 def test_a_disk_without_extended_attributes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
 from cwtrain.errors import ConfigError, IntegrationError
 from cwtrain_slime._dialect import FLAGS, Dialect, Flag, Kind, dialect_of
 
-__all__ = ["RunArgs", "as_number", "overridden", "parse_command_line"]
+__all__ = ["RunArgs", "as_words", "overridden", "parse_command_line"]
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +54,21 @@ class RunArgs:
         )
 
 
+def as_words(words: Sequence[str]) -> list[str]:
+    """Return a launch line as words. One that came whole, in quotes (``"$ARGS"``), is split as a shell does it.
+
+    Raises ConfigError where its quotes do not close.
+    """
+    if len(words) != 1 or len(words[0].split()) < 2:
+        return list(words)
+    try:
+        return shlex.split(words[0], comments=True)
+    except ValueError as exc:
+        raise ConfigError(
+            "the launch line, given as one word, cannot be split", problems=[f"launch line: {exc}"]
+        ) from exc
+
+
 def parse_command_line(dialect: Dialect, words: Sequence[str]) -> dict[str, Any]:
     """Return every setting of ``FLAGS`` that the dialect has, as a launch line gives it, else its default.
 
@@ -67,7 +83,7 @@ def parse_command_line(dialect: Dialect, words: Sequence[str]) -> dict[str, Any]
     given: list[str] = []
     foreign: list[str] = []
     problems: list[str] = []
-    rest = list(words)
+    rest = as_words(words)
     while rest:
         word = rest.pop(0)
         spelled, equals, value = word.partition("=")
@@ -122,11 +138,35 @@ def as_number(value: object) -> float:
 
 
 def overridden(dialect: Dialect, found: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``found`` with what a ``--custom-config-path`` file says: each of its keys replaces a flag's attribute."""
+    """Return ``found`` with what a ``--custom-config-path`` file says: each of its keys replaces a flag's attribute.
+
+    Raises ConfigError with every value that is not of its flag's kind: the trainer takes such a file as it is.
+    """
     attributes = {
-        spelled.removeprefix("--").replace("-", "_"): flag.name
-        for flag in FLAGS
-        if (spelled := flag.spelled(dialect.name))
+        spelled.removeprefix("--").replace("-", "_"): flag for flag in FLAGS if (spelled := flag.spelled(dialect.name))
     }
-    changed = {attributes[key]: value for key, value in more.items() if key in attributes}
+    changed: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in more.items():
+        if (flag := attributes.get(key)) is None:
+            continue
+        if value is not None and not isinstance(value, _KINDS[flag.kind]):
+            problems.append(f"{key} of {dialect.flag('custom_config')} is no {_NAMES[flag.kind]}: {value!r}")
+        changed[flag.name] = value
+    if problems:
+        raise ConfigError("; ".join(problems), problems=problems, hint="give values as the flags would have them")
     return {**found, **changed, "given": tuple(dict.fromkeys([*found["given"], *changed]))}
+
+
+_KINDS: Final[Mapping[Kind, tuple[type, ...]]] = {
+    Kind.SWITCH: (bool,),
+    Kind.TEXT: (str,),
+    Kind.NUMBER: (int, float),
+    Kind.WORDS: (list,),
+}
+_NAMES: Final[Mapping[Kind, str]] = {
+    Kind.SWITCH: "true or false",
+    Kind.TEXT: "text",
+    Kind.NUMBER: "number",
+    Kind.WORDS: "list",
+}

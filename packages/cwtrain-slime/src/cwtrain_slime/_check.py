@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from cwtrain.config import ApiConfig, HotLoadConfig, StorageConfig, located
-from cwtrain.errors import ConfigError
+from cwtrain.errors import ConfigError, CWTrainError
 from cwtrain_slime._check_base import check_base, check_disks
 from cwtrain_slime._check_flags import check_flags, read_flags
 from cwtrain_slime._check_service import (
@@ -20,6 +20,7 @@ from cwtrain_slime._check_service import (
     check_deployment,
     check_endpoint,
     check_published_base,
+    failed_base,
     publish_base,
 )
 from cwtrain_slime._dialect import Dialect
@@ -132,7 +133,10 @@ def _service(
     if snapshot is not None and ok(about_bucket):
         published, about = check_published_base(loader, settings, snapshot)
         if publish is not None and published is None and not any(found.name == "base-differs" for found in about):
-            published, about = publish(loader, settings, snapshot).identity, []
+            try:
+                published, about = publish(loader, settings, snapshot).identity, []
+            except CWTrainError as exc:
+                about = [*about, failed_base(exc)]
         findings += about
     if flags is not None:
         findings += check_endpoint(dialect, flags, loader, environ, token, patience=patience)

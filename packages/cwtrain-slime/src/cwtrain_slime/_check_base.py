@@ -54,8 +54,10 @@ def _quantised(path: str) -> Iterator[Finding]:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # inspection has judged it
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method:
+    quantised = config.get("quantization_config") if isinstance(config, dict) else None
+    if not quantised:
+        return
+    if method := quantised.get("quant_method") if isinstance(quantised, dict) else quantised:
         yield finding(
             "base-quantised",
             f"the base is quantised ({method}): scales that the trainer packs for kernels have another size than the "
@@ -124,7 +126,8 @@ def _room(
     mirror = size if settings is None or settings.keeps_mirror else 0
     wanted: dict[int, tuple[Path, int]] = {}
     for path, needed in ((disk_dir, size), (state_dir, mirror)):
-        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        # os.path: what may not be looked at counts as not there, and its parent is asked.
+        existing = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
         device = existing.stat().st_dev
         _, before = wanted.get(device, (existing, 0))
         wanted[device] = (existing, before + needed)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cwtrain.config import HotLoadConfig
+from cwtrain.config._env import boolean
 from cwtrain.errors import ConfigError
-from cwtrain_slime._args import as_number, overridden, parse_command_line
-from cwtrain_slime._dialect import FLAGS, Dialect, Kind
+from cwtrain_slime._args import overridden, parse_command_line
+from cwtrain_slime._dialect import FLAGS, Dialect
 from cwtrain_slime._findings import Finding, finding
 
 __all__ = ["check_flags", "directories", "read_flags"]
@@ -36,9 +37,7 @@ def read_flags(dialect: Dialect, words: Sequence[str]) -> tuple[dict[str, Any] |
     try:
         flags = parse_command_line(dialect, words)
     except ConfigError as exc:
-        return None, [
-            finding("flag-value", problem, "give the flag a value as for the trainer") for problem in exc.problems
-        ]
+        return None, _unreadable(exc)
     path = flags["custom_config"]
     if not path:
         return flags, []
@@ -49,7 +48,9 @@ def read_flags(dialect: Dialect, words: Sequence[str]) -> tuple[dict[str, Any] |
             more = importlib.import_module("yaml").safe_load(file) or {}
         if not isinstance(more, Mapping):
             raise ValueError("it is no mapping")
-        return _with(dialect, flags, more), []
+        return overridden(dialect, flags, more), []
+    except ConfigError as exc:
+        return None, _unreadable(exc)
     except ModuleNotFoundError:
         why, fix = "PyYAML is not installed here", "pip install pyyaml, and check again"
     except Exception as exc:  # noqa: BLE001 - a parser's errors are as many as parsers
@@ -60,13 +61,8 @@ def read_flags(dialect: Dialect, words: Sequence[str]) -> tuple[dict[str, Any] |
     ]  # fmt: skip
 
 
-def _with(dialect: Dialect, flags: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    merged = overridden(dialect, flags, more)
-    for flag in FLAGS:
-        value = merged.get(flag.name)
-        if flag.kind is Kind.NUMBER and value is not None:
-            merged[flag.name] = as_number(value)
-    return merged
+def _unreadable(exc: ConfigError) -> list[Finding]:
+    return [finding("flag-value", problem, "give the flag a value as for the trainer") for problem in exc.problems]
 
 
 def check_flags(
@@ -232,10 +228,11 @@ def _refused(dialect: Dialect, flags: Mapping[str, Any], settings: HotLoadConfig
 
 
 def _rollouts(dialect: Dialect, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
-    if flags["temperature"] is not None and flags["temperature"] <= 0:
+    if flags["temperature"] is not None and not 0 < flags["temperature"] < float("inf"):
         yield finding(
             "temperature",
-            f"{dialect.flag('temperature')} {flags['temperature']} samples one answer for ever: nothing can be learned",
+            f"{dialect.flag('temperature')} {flags['temperature']} is none to learn from: at 0 there is one answer for "
+            "ever, and an endpoint refuses what is below 0 or no number",
             f"{dialect.flag('temperature')} 1",
         )
     if dialect.name == "slime" and flags["top_p"] != 1:
@@ -245,7 +242,7 @@ def _rollouts(dialect: Dialect, flags: Mapping[str, Any], environ: Mapping[str, 
             "OpenAI-compatible endpoint returns",
             f"{dialect.flag('top_p')} 1.0",
         )
-    if flags["routing_replay"] and environ.get("CWTRAIN_ROLLOUT_ROUTED_EXPERTS", "").strip() not in ("1", "true"):
+    if flags["routing_replay"] and not _asks_for_experts(environ):
         yield finding(
             "routing-replay",
             f"{dialect.flag('routing_replay')} needs the experts that each token went through, and nothing asks the "
@@ -259,6 +256,13 @@ def _rollouts(dialect: Dialect, flags: Mapping[str, Any], environ: Mapping[str, 
             f"set {dialect.flag('rollout_function')} to a function that samples from the deployment "
             "(cwtrain.integrations.rollout has the sampler)",
         )
+
+
+def _asks_for_experts(environ: Mapping[str, str]) -> bool:
+    try:
+        return boolean(environ.get("CWTRAIN_ROLLOUT_ROUTED_EXPERTS", "0").strip() or "0")
+    except ConfigError:
+        return False
 
 
 def _ours(path: Any) -> bool:

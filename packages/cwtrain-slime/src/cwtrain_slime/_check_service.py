@@ -26,6 +26,7 @@ __all__ = [
     "check_deployment",
     "check_endpoint",
     "check_published_base",
+    "failed_base",
     "publish_base",
 ]
 
@@ -173,6 +174,11 @@ def publish_base(
     )
 
 
+def failed_base(exc: CWTrainError) -> Finding:
+    """Return what to say of a ``publish_base`` that raised ``exc``."""
+    return _said("base-failed", exc, "run the check with --publish-base again: it goes on where it stopped")
+
+
 def check_endpoint(
     dialect: Dialect,
     flags: Mapping[str, Any],
@@ -195,6 +201,11 @@ def check_endpoint(
         "timeout": _ENDPOINT_SECONDS,
         "deadline": patience,
         "max_attempts": 2,
+        # What a run makes of samples is not what is asked here: ids and log-probs for ids, or the error.
+        "on_failure": "raise",
+        "logprobs": True,
+        "token_ids": True,
+        "token_id_prompts": True,
         # The mode is found out here; the sampler is not to refuse anything for it.
         "logprobs_mode": "processed",
     }

@@ -84,7 +84,7 @@ FLAGS: Final = (
     Flag(name="rollout_external", slime=None, miles="--rollout-external", kind=Kind.SWITCH),
     _both("sglang_config", "--sglang-config"),
     _both("router_ip", "--sglang-router-ip"),
-    _both("router_port", "--sglang-router-port"),
+    _both("router_port", "--sglang-router-port", Kind.NUMBER),
     # Rollouts.
     _both("rollout_function", "--rollout-function-path"),
     _both("temperature", "--rollout-temperature", Kind.NUMBER, 1.0),

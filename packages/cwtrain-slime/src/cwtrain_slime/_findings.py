@@ -69,6 +69,7 @@ LEVELS: Final = {
     "base-differs": Level.ERROR,
     "base-absent": Level.ERROR,
     "base-unpublished": Level.WARNING,
+    "base-failed": Level.ERROR,
     "endpoint": Level.ERROR,
     "log-probs": Level.ERROR,
     "log-probs-raw": Level.WARNING,

@@ -183,9 +183,12 @@ class PartsSender:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._now = (directory.resolve(), talk, spread, publisher)
+        elsewhere = {part.name for part in parts}
         try:
             for path in version_dir.iterdir():
-                (directory / path.name).symlink_to(path.absolute())
+                # A shared disk may show another rank's shard late: writing through a link would empty that shard.
+                if path.name not in elsewhere:
+                    (directory / path.name).symlink_to(path.absolute())
             for part in parts:
                 with (directory / part.name).open("wb") as file:
                     file.write(part.header)
