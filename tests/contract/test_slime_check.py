@@ -150,6 +150,10 @@ def test_the_commands(environ: dict[str, str], model: Path, tmp_path: Path, emul
     assert good.code == 0, good.err
     assert good.data["ok"] is True
     assert run("slime", "check", env=environ).code == 2
+    token = environ["COREWEAVE_API_TOKEN"]
+    bare = {name: value for name, value in environ.items() if name != "COREWEAVE_API_TOKEN"}
+    given = run("--token", token, "miles", "check", *flags("miles", tmp_path, model), env=bare)
+    assert given.code == 0, given.err
 
 
 def test_the_trainers_are_not_imported(model: Path, tmp_path: Path) -> None:

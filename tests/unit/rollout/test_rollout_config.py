@@ -192,7 +192,7 @@ def _names() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://user:pass@h/v1", "http://h/v1?key=1", "ftp://h", "http://", "http://h:port", "h"]
+    "url", ["http://user:pass@h/v1", "http://h/v1?key=1", "ftp://h", "http://", "http://h:port", "h", "http://a..b/v1"]
 )
 def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -250,6 +250,12 @@ def test_a_file_says_what_is_served_where_there_is_no_api(tmp_path: Path) -> Non
         file.unlink()
         with pytest.raises(ConfigError, match="SERVED_IDENTITY_FILE"):
             one.sample_groups([Group(prompt=[1])], PARAMS)
+        file.write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match="no UTF-8 text"):
+            one.sample_groups([Group(prompt=[1])], PARAMS)
+        file.write_bytes(b"")
+        with pytest.raises(RolloutError, match="is empty"):
+            FileSource(file).history()
     assert FileSource(file).baseline() is None
 
 

@@ -26,6 +26,7 @@ from cwtrain_rollout import (
 from cwtrain_rollout.chat import ChatSampler
 from helpers.completions_server import CompletionsServer
 from helpers.endpoint_model import EndpointModel
+from helpers.run_cli import run
 
 
 def made(*logprobs: float) -> Sample:
@@ -148,3 +149,10 @@ def test_chat_completions_are_for_looking_and_scoring_never_for_training() -> No
         asyncio.run(one.chat([[{"role": "user", "content": "ab"}]]))
     with pytest.raises(ConfigError, match="is no name of one"):
         get_plugins().rollout_backend("serverless").create(model="llama")
+
+
+@pytest.mark.parametrize("option", [("--seed", "3"), ("--top-k", "4")])
+def test_what_chat_completions_cannot_do_is_refused_and_not_left_out(option: tuple[str, str]) -> None:
+    where = ("--backend", "serverless", "--model", "wandb-artifact:///a/b/c:v1", "--endpoint", "http://127.0.0.1:9")
+    refused = run("rollout", "sample", *where, "--prompt", "hi", *option)
+    assert (refused.code, option[0] in refused.err) == (2, True)

@@ -106,6 +106,8 @@ def sample(
 
     backend, sampling = _backend(where, text=bool(texts)), _sampling(where, stop)
     if isinstance(backend, ChatSampler):
+        if seed is not None or sampling.top_k != -1:
+            raise click.UsageError("the backend serverless takes no --seed and no --top-k")
         rows = asyncio.run(_chat(backend, texts, count, sampling))
     else:
         rows = _completions(backend, texts, prompt_ids, count, seed, sampling)

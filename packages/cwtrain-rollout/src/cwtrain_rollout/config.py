@@ -41,6 +41,10 @@ def _base_url(value: str) -> str:
         raise ConfigError(f"is no URL: {exc}", hint=hint) from exc
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("must begin with http:// or https:// and name a host", hint=hint)
+    try:
+        parts.hostname.encode("idna")
+    except UnicodeError as exc:
+        raise ConfigError("names a host that cannot be one", hint=hint) from exc
     if parts.username is not None or parts.password is not None:
         raise ConfigError("must not hold a user name or password", hint=f"give the key as {PREFIX}API_KEY")
     if parts.query or parts.fragment:

@@ -114,22 +114,28 @@ class FileSource:
     """A file that names what is served, for endpoints without the API.
 
     Its first line is what all replicas serve, ``IDENTITY [ID]``; a second line, in the same form, is what is being
-    loaded. An identity that comes back needs another ID each time. Whoever loads weights writes the file anew before
-    and after.
+    loaded. An identity that comes back needs another ID each time. Whoever loads weights replaces the file before and
+    after; one that is empty is being written, and is read again.
     """
 
     path: Path
 
     def history(self) -> History:
-        """Return what the file says."""
+        """Return what the file says; raises ``ConfigError`` where it cannot be read, ``RolloutError`` where it is blank."""
         try:
             lines = [line.split() for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as exc:
-            why = exc.strerror or type(exc).__name__
+        except (OSError, UnicodeDecodeError) as exc:
+            why = "it is no UTF-8 text" if isinstance(exc, UnicodeDecodeError) else exc.strerror or type(exc).__name__
             raise ConfigError(
                 f"CWTRAIN_ROLLOUT_SERVED_IDENTITY_FILE={str(self.path)!r} cannot be read: {why}",
                 hint="whoever loads weights writes it",
             ) from exc
+        if not lines:
+            # Written in place just now: read as "nothing is served" it would make samples exact that are not.
+            raise RolloutError(
+                f"CWTRAIN_ROLLOUT_SERVED_IDENTITY_FILE={str(self.path)!r} is empty",
+                hint="whoever loads weights writes a new file and renames it to this one",
+            )
         states = ["COMPLETED", "IN_PROGRESS"]
         loads = [
             Load(id=words[-1], identity=words[0], state=state) for words, state in zip(lines, states, strict=False)

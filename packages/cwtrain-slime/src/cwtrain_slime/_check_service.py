@@ -18,6 +18,7 @@ from cwtrain_slime._findings import Finding, finding
 
 if TYPE_CHECKING:
     from cwtrain.hotload import HotLoader, ProgressEvent
+    from cwtrain.infra import InferenceClient
     from cwtrain.models.service import HotLoad
 
 __all__ = [
@@ -211,7 +212,7 @@ def check_endpoint(
     }
     try:
         overrides |= _where(loader, environ, token)
-        return list(_answers(dialect, flags, RolloutConfig.from_env(environ, **overrides)))
+        return list(_answers(dialect, flags, RolloutConfig.from_env(environ, **overrides), loader.client))
     except CWTrainError as exc:
         return [_said("endpoint", exc, "look at the gateway, the model's name and the key")]
 
@@ -237,10 +238,11 @@ def _where(loader: HotLoader, environ: Mapping[str, str], token: str | None) -> 
     return found
 
 
-def _answers(dialect: Dialect, flags: Mapping[str, Any], config: Any) -> Iterator[Finding]:
+def _answers(dialect: Dialect, flags: Mapping[str, Any], config: Any, client: InferenceClient) -> Iterator[Finding]:
     from cwtrain_rollout import Group, Sampler, SamplingParams
 
-    sampler = Sampler(config)
+    # The token may have been given to the command alone: the hot-load list is read with the same client.
+    sampler = Sampler(config, client=client)
     neutral = sampler.sample_groups([Group(prompt=_PROMPT, n=1)], SamplingParams(max_tokens=2))[0].samples[0]
     if not neutral.token_ids or len(neutral.logprobs or ()) != len(neutral.token_ids):
         yield finding(
