@@ -186,8 +186,11 @@ def _make_room_for(connections: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    log.debug("The limit of open files is raised from %d to %d", soft, allowed)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):  # macOS allows less than its hard limit says
+        allowed = soft
+    log.debug("The limit of open files was %d and is %d", soft, allowed)
     if allowed < wanted:
         log.warning(
             "%d connections may be wanted, and this process may open %d files: raise the hard limit (ulimit -Hn)",

@@ -121,7 +121,7 @@ class FileSource:
     path: Path
 
     def history(self) -> History:
-        """Return what the file says; raises ``ConfigError`` where it cannot be read, ``RolloutError`` where it is blank."""
+        """Return what the file says; raises ``ConfigError`` for an unreadable one, ``RolloutError`` for a blank one."""
         try:
             lines = [line.split() for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as exc:
