@@ -13,7 +13,16 @@ import pytest
 
 from cwtrain.errors import ConfigError
 from cwtrain.plugins import Plugins
-from cwtrain_rollout import Group, Replay, RolloutConfig, RolloutRequestError, Sampler, SampleStatus, SamplingParams
+from cwtrain_rollout import (
+    Group,
+    Replay,
+    RolloutConfig,
+    RolloutError,
+    RolloutRequestError,
+    Sampler,
+    SampleStatus,
+    SamplingParams,
+)
 from helpers.completions_server import CompletionsServer, Raw, answer, choice, good
 
 KEY = "sk-very-secret-0123456789"
@@ -154,6 +163,21 @@ def test_a_rollout_that_was_left_or_never_entered_has_an_end() -> None:
 
     with CompletionsServer() as server:
         assert asyncio.run(asyncio.wait_for(both(server), 30)) <= 3
+
+
+def test_a_rollout_whose_tasks_somebody_cancels_has_an_end_too() -> None:
+    async def cancelled(server: CompletionsServer) -> None:
+        me = asyncio.current_task()
+        async with sampler(server).rollout([Group(prompt=[1])] * 4, PARAMS) as rollout:
+            await asyncio.sleep(0)
+            for task in asyncio.all_tasks():
+                if task is not me:
+                    task.cancel()
+            with pytest.raises(RolloutError, match="cancelled from outside"):
+                await asyncio.wait_for(anext(rollout), 30)
+
+    with CompletionsServer() as server:
+        asyncio.run(cancelled(server))
 
 
 def test_logprobs_0_that_is_refused_becomes_1() -> None:

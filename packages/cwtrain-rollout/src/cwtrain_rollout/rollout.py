@@ -186,6 +186,11 @@ class Rollout:
                 self._nothing_asked.clear()
                 await all_or_nothing([self._one(run, last=True) for run in self._again])
         except asyncio.CancelledError:
+            if self._driver is not None:
+                # Not ended by us: somebody cancelled the loop's tasks, and whoever iterates must not wait for ever.
+                self._results.put_nowait(
+                    RolloutError("The rollout's tasks were cancelled from outside", hint="leave the rollout to end it")
+                )
             raise
         except BaseException as exc:  # noqa: BLE001 - whoever iterates raises it
             self._results.put_nowait(exc)
