@@ -51,7 +51,7 @@ def bars(rows: Sequence[tuple[str, float, float]], title: str) -> str:
 
 def lines(panels: Sequence[tuple[str, str, Mapping[str, Points]]], title: str) -> str:
     """Return a panel for each (title, unit of x, points by side); both axes are logarithmic, y is CPU seconds."""
-    size, gap, top = 300, 90, 70
+    size, gap, top = 300, 90, 90
     width, height = gap + len(panels) * (size + gap), top + size + 60
     parts = [text(16, 24, title, more='font-size="15" font-weight="bold"')]
     for number, (name, unit, series) in enumerate(panels):
