@@ -101,7 +101,6 @@ def test_a_base_that_is_not_what_the_deltas_start_from(scene: Scene) -> None:
 def test_a_directory_that_vanishes_while_it_is_published(scene: Scene) -> None:
     """B18: an error names the file, no half snapshot is triggered, and the same call completes from a whole one."""
     scene.hook(scene.trainer.updates)
-    scene.end()
     path = Path(scene.trainer.step())
     kept = scene.trainer.root / "kept"
     shutil.copytree(path, kept)
@@ -116,6 +115,7 @@ def test_a_directory_that_vanishes_while_it_is_published(scene: Scene) -> None:
     with pytest.raises(CWTrainError, match="safetensors"):
         scene.hook(path)
     assert scene.everyone_has(0)
+    scene.end()
     scene.plugins = Plugins()
     scene.restart()
     shutil.copytree(kept, path)

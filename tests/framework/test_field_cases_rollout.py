@@ -18,7 +18,8 @@ TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason=f"no {CASES}; set CWTRAIN_SHARED to the folder that has it")
 
 
-def run(case: str, target: str) -> str:
+def run(case: str, target: str, *, by_exit_code: bool = True) -> str:
+    """Run a case; the exit code of some judges the library that had the bug, too, which depends on the machine."""
     done = subprocess.run(
         [sys.executable, str(CASES / case / "check.py"), "--target", f"helpers.field_rollout_targets:{target}"],
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(TESTS)},
@@ -27,14 +28,14 @@ def run(case: str, target: str) -> str:
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 or not by_exit_code, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 def test_pool_cap() -> None:
     """B08: as many connections as the window says, and no more."""
-    shown = run("pool_cap", "pool")
+    shown = run("pool_cap", "pool", by_exit_code=False)
     assert "target, concurrency 300: peak 300, requests 300" in shown
     assert "target, concurrency 8: peak 8, requests 64" in shown
 

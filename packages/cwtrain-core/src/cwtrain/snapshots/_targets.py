@@ -38,6 +38,8 @@ class FileTarget:
 
     def __init__(self, places: Mapping[str, tuple[str, int]]) -> None:
         self._places = places
+        # Workers that write to one file wait here, asleep: the kernel would let them spin for the file's lock.
+        self._turns = {path: threading.Lock() for path, _ in places.values()}
         self._local = threading.local()
         self._open: set[int] = set()
         self._lock = threading.Lock()
@@ -54,7 +56,9 @@ class FileTarget:
     def write(self, tensor: Tensor, start: int, new: Sequence[memoryview], old: Sequence[memoryview]) -> None:
         """Write new bytes."""
         path, offset = self._places[tensor.name]
-        write_views(self._file(path), new, offset + start)
+        fd = self._file(path)
+        with self._turns[path]:
+            write_views(fd, new, offset + start)
 
     def close(self) -> None:
         """Close the files."""
