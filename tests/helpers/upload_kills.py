@@ -101,8 +101,11 @@ class UploadKills:
         if complete or INDEX_NAME in there:
             assert there == set(objects), f"seed {self.seed}: the index is there without {set(objects) - there}"
         for name in sorted(there):
-            if store.get(location.key("v1", name)) != objects[name]:
-                raise AssertionError(f"seed {self.seed}: {name} has wrong bytes")
+            found, right = store.get(location.key("v1", name)), objects[name]
+            if found != right:
+                at = next((i for i, (a, b) in enumerate(zip(found, right, strict=False)) if a != b), None)
+                about = f"{len(found)} of {len(right)} bytes, the first other one at {at}"
+                raise AssertionError(f"seed {self.seed}: {name} has wrong bytes: {about}")
         if complete:
             left: list[Any] = list(store.list_uploads(location.root))
             assert not left, f"seed {self.seed}: {left} stayed open"
