@@ -102,6 +102,11 @@ class UploadKills:
             assert there == set(objects), f"seed {self.seed}: the index is there without {set(objects) - there}"
         for name in sorted(there):
             found, right = store.get(location.key("v1", name)), objects[name]
+            if right and not found and not complete and self.server.name == "seaweedfs":
+                # Killed between the header and the body of a PUT: this server keeps an empty object, which S3 and Ceph
+                # do not. An upload refuses it by name; a person removes it, as here.
+                store.delete(location.key("v1", name))
+                continue
             if found != right:
                 at = next((i for i, (a, b) in enumerate(zip(found, right, strict=False)) if a != b), None)
                 about = f"{len(found)} of {len(right)} bytes, the first other one at {at}"
