@@ -401,6 +401,57 @@ def test_the_same_run_goes_on_under_the_claim(tmp_path: Path) -> None:
     assert upload(write(tmp_path / "b", objects), store, run_id="one").uploaded == (INDEX_NAME,)
 
 
+# ---- objects that never got their bytes
+
+
+@pytest.mark.parametrize("size", [5_000, 30_000], ids=["single put", "parts"])
+@pytest.mark.parametrize("conditions", list(Conditions))
+def test_our_own_object_without_its_bytes_is_written_again(tmp_path: Path, size: int, conditions: Conditions) -> None:
+    """SeaweedFS keeps an empty object of a PUT whose sender is gone before the body: the repeat brings the bytes."""
+    objects, store = contents(2, size), MemoryStore(conditions=conditions)
+    files = write(tmp_path / "c", objects)
+    interrupted(files, store)
+    torn = "model-00002-of-00002.safetensors"
+    put(store, torn, b"", {"cwtrain-sha256": sha256(objects[torn])})
+    plan = plan_upload(files, store=store, location=HERE, identity="v1")
+    assert (plan.conflicts, plan.missing) == ((), (torn, INDEX_NAME))
+    report = upload(files, store)
+    assert report.uploaded == (torn, INDEX_NAME)
+    assert stored(store) == objects
+    assert not store.uploads
+
+
+@pytest.mark.parametrize("change", ["another SHA-256", "no metadata", "another's claim", "the index is there"])
+def test_what_may_be_someone_s_is_not_written_again(tmp_path: Path, change: str) -> None:
+    objects, store = contents(2, 5_000), MemoryStore()
+    files = write(tmp_path / "c", objects)
+    if change == "the index is there":
+        upload(files, store)
+    else:
+        interrupted(files if change != "another's claim" else write(tmp_path / "d", objects), store)
+    torn = "model-00002-of-00002.safetensors"
+    said = {"another SHA-256": {"cwtrain-sha256": sha256(b"")}, "no metadata": {}}
+    put(store, torn, b"", said.get(change, {"cwtrain-sha256": sha256(objects[torn])}))
+    before = dict(store.objects)
+    with pytest.raises(SnapshotConflictError, match="0 bytes there and 5000 here"):
+        upload(files, store)
+    assert store.objects == before, "nothing was written"
+
+
+def test_what_takes_its_place_first_is_a_conflict(tmp_path: Path) -> None:
+    """The write is conditional on the object that was seen."""
+    objects, torn = contents(1, 5_000), "model-00001-of-00001.safetensors"
+    fault = Fault(call="put", key=torn, nth=3, action=lambda: put(store, torn, b"others"))
+    store = MemoryStore(faults=[fault])
+    files = write(tmp_path / "c", objects)
+    interrupted(files, store)
+    put(store, torn, b"", {"cwtrain-sha256": sha256(objects[torn])})
+    with pytest.raises(SnapshotConflictError, match="by someone else"):
+        upload(files, store)
+    assert stored(store)[torn] == b"others"
+    assert INDEX_NAME not in stored(store)
+
+
 @pytest.mark.parametrize("run_id", [None, "two"])
 def test_anyone_else_stops_before_a_byte_is_sent(tmp_path: Path, run_id: str | None) -> None:
     objects, store = big(), MemoryStore()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TypedDict
 
 import attrs
 
@@ -56,6 +57,8 @@ class _Transfer:
     left: int = 0
     """Parts that are not there yet."""
     given_up: bool = False
+    torn: str | None = None
+    """The ETag of an object of ours that never got its bytes, which this one takes the place of."""
 
 
 class Sender:
@@ -94,15 +97,18 @@ class Sender:
             source.close()
         return self.digests[file.name]
 
-    def send(self, files: Sequence[tuple[SnapshotFile, str]]) -> None:
+    def send(self, files: Sequence[tuple[SnapshotFile, str]], *, torn: Mapping[str, str]) -> None:
         """Send each file to its key. On any error everything stops, open uploads are aborted, the first one is raised.
+
+        ``torn`` has the ETags of the objects that are replaced, by name (see ``Standing``).
 
         Raises SnapshotChangedError, SnapshotConflictError when someone else wrote a key, StorageError, TransportError.
         """
         transfers = []
         for file, key in files:
             part_bytes = self._sizes.of(file.size_bytes)
-            transfers.append(_Transfer(file, key, Source(file, part_bytes=part_bytes, stopped=self._crew.stopped)))
+            source = Source(file, part_bytes=part_bytes, stopped=self._crew.stopped)
+            transfers.append(_Transfer(file, key, source, torn=torn.get(file.name)))
         self._waiting.extend(transfers)
         try:
             self._crew.run(self._pick, most=sum(transfer.source.parts for transfer in transfers))
@@ -148,7 +154,9 @@ class Sender:
     def _put(self, transfer: _Transfer) -> None:
         def write(if_absent: bool) -> None:
             with self._body(transfer, 0) as body:
-                self._store.put(transfer.key, body, metadata=self._metadata(transfer), if_absent=if_absent)
+                self._store.put(
+                    transfer.key, body, metadata=self._metadata(transfer), **_condition(transfer, if_absent)
+                )
 
         self._write(transfer, write)
         self._arrived(transfer)
@@ -176,7 +184,7 @@ class Sender:
         assert upload_id is not None
 
         def write(if_absent: bool) -> None:
-            self._store.complete_upload(transfer.key, upload_id, transfer.etags, if_absent=if_absent)
+            self._store.complete_upload(transfer.key, upload_id, transfer.etags, **_condition(transfer, if_absent))
 
         if self._write(transfer, write, multipart=True):
             self._record.closed(upload_id)
@@ -252,3 +260,15 @@ class Sender:
         upload_id = transfer.upload_id
         if upload_id is not None and abort_quietly(self._store, transfer.key, upload_id):
             self._record.closed(upload_id)
+
+
+class _Condition(TypedDict, total=False):
+    if_absent: bool
+    if_match: str | None
+
+
+def _condition(transfer: _Transfer, conditional: bool) -> _Condition:
+    """Return when an object may be written: where there is none, or in the place of the torn one that was seen."""
+    if transfer.torn is None:
+        return {"if_absent": conditional}
+    return {"if_match": transfer.torn if conditional else None}

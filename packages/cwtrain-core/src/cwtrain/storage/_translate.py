@@ -173,7 +173,7 @@ def _refusal(
             **place,
         )
     if code in _CONFLICT:
-        return StorageConflictError(f"{what}: the object is there already ({said})", **place)
+        return StorageConflictError(f"{what}: the object is there already, or is another one by now ({said})", **place)
     if code in _ABSENT:
         return StorageNotFoundError(f"{what}: it is not there ({said})", **place)
     if code == "PathStyleRequestNotAllowed":

@@ -141,7 +141,11 @@ class MemoryStore:
             if stored is None:
                 return None
             return ObjectInfo(
-                key=key, size_bytes=len(stored.body), modified=stored.modified, metadata=dict(stored.metadata)
+                key=key,
+                size_bytes=len(stored.body),
+                modified=stored.modified,
+                metadata=dict(stored.metadata),
+                etag=_etag(stored.body),
             )
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -168,14 +172,26 @@ class MemoryStore:
         for start in range(offset, end, _BLOCK):
             yield stored.body[start : min(end, start + _BLOCK)]
 
-    def put(self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False) -> None:
-        """Write an object. With ``if_absent`` raises StorageConflictError when there is one."""
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Write an object.
+
+        Raises StorageConflictError with ``if_absent`` when there is one, with ``if_match`` when there is another one
+        than that of this ETag.
+        """
         with self._calling("put", key):
-            self._check_condition("put", key, if_absent, self._conditions)
+            self._check_condition("put", key, if_absent, if_match, self._conditions)
         # As over a network: the body is read with the lock free, and the condition is decided when it has arrived.
         data = _read(body)
         with self._lock:
-            self._check_condition("put", key, if_absent, self._conditions)
+            self._check_condition("put", key, if_absent, if_match, self._conditions)
             self._write(key, data, metadata)
         self._fail("put", key, after=True)
 
@@ -203,11 +219,19 @@ class MemoryStore:
         self._fail("upload_part", key, after=True)
         return _etag(data)
 
-    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str], *, if_absent: bool = False) -> None:
+    def complete_upload(
+        self,
+        key: str,
+        upload_id: str,
+        etags: Sequence[str],
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
         """Make the object of its parts. Raises StorageNotFoundError when the upload is gone, else as ``put``."""
         with self._calling("complete_upload", key):
             upload = self._upload("complete_upload", key, upload_id)
-            self._check_condition("complete_upload", key, if_absent, self._complete_conditions)
+            self._check_condition("complete_upload", key, if_absent, if_match, self._complete_conditions)
             parts = [upload.parts.get(number) for number in range(1, len(etags) + 1)]
             if [part if part is None else _etag(part) for part in parts] != list(etags):
                 raise StorageError(
@@ -264,15 +288,19 @@ class MemoryStore:
             if fault.error is not None:
                 raise fault.error
 
-    def _check_condition(self, call: str, key: str, if_absent: bool, conditions: Conditions) -> None:
-        if not if_absent or conditions is Conditions.IGNORED:
+    def _check_condition(
+        self, call: str, key: str, if_absent: bool, if_match: str | None, conditions: Conditions
+    ) -> None:
+        if (not if_absent and if_match is None) or conditions is Conditions.IGNORED:
             return
         place = {"action": _ACTIONS[call], "bucket": self._bucket, "key": key}
         if conditions is Conditions.REFUSED:
             raise StorageError("conditional writes are not implemented", code="NotImplemented", status=501, **place)
-        if key in self.objects:
+        stored = self.objects.get(key)
+        if stored is not None if if_absent else stored is None or _etag(stored.body) != if_match:
+            how = "is there already" if if_absent else "is not the one that was seen"
             raise StorageConflictError(
-                f"s3://{self._bucket}/{key} is there already", code="PreconditionFailed", status=412, **place
+                f"s3://{self._bucket}/{key} {how}", code="PreconditionFailed", status=412, **place
             )
 
     def _upload(self, call: str, key: str, upload_id: str) -> _Upload:

@@ -12,7 +12,7 @@ from functools import partial
 import attrs
 
 from cwtrain.errors import SnapshotConflictError, SnapshotError, StorageNotFoundError
-from cwtrain.models.snapshot import SnapshotFile
+from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
 from cwtrain.storage._crew import Crew
 from cwtrain.storage._source import Source
 from cwtrain.storage.claim import Claim, claim_of, read_claim
@@ -73,11 +73,12 @@ class Standing:
     """The objects under an identity, compared with local files.
 
     ``equal`` maps the names that are there and equal to their digests, ``reasons`` names what stands in the way, with
-    the reason.
+    the reason. ``torn`` maps the names of our own objects that never got their bytes to their ETags: they are missing.
     """
 
     equal: Mapping[str, ObjectDigest]
     reasons: Mapping[str, str]
+    torn: Mapping[str, str]
 
     def missing(self, files: Sequence[SnapshotFile]) -> list[SnapshotFile]:
         """Return the files that are still to be sent."""
@@ -114,6 +115,10 @@ def stand(
     verified and counts as different. ``crew`` does the requests and the reading;
     what an earlier look (``before``) found equal is not read again. ``others`` may be there as well: other processes
     send them.
+
+    Torn is an object of our own claim that says of itself to have the local file's SHA-256 and has another size, while
+    the snapshot has no index yet: SeaweedFS keeps an empty object of a PUT whose sender is gone before the first byte
+    of the body (seen with 4.48). Nobody can have read it as part of a snapshot.
     """
     names = Counter(file.name for file in files)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -134,15 +139,21 @@ def stand(
     for file in there:
         if listed[file.name] != file.size_bytes:
             reasons[file.name] = f"it has {listed[file.name]} bytes there and {file.size_bytes} here"
+    torn: dict[str, str] = {}
+    if held is not None and not foreign and INDEX_NAME not in listed:
+        wrong_size = [file for file in there if file.name in reasons]
+        torn = _Comparison(store, location, identity, crew, manifest).torn(wrong_size)
+        reasons = {name: why for name, why in reasons.items() if name not in torn}
     known = before.equal if before is not None else {}
-    equal = {file.name: known[file.name] for file in there if file.name in known and file.name not in reasons}
+    comparable = [file for file in there if file.name not in reasons and file.name not in torn]
+    equal = {file.name: known[file.name] for file in comparable if file.name in known}
     # Reading whole files would not help against someone else's claim.
     if not foreign:
-        same_size = [file for file in there if file.name not in reasons and file.name not in equal]
+        same_size = [file for file in comparable if file.name not in equal]
         more, differ = _Comparison(store, location, identity, crew, manifest).of(same_size)
         equal |= more
         reasons |= differ
-    return Standing(equal=equal, reasons=reasons)
+    return Standing(equal=equal, reasons=reasons, torn=torn)
 
 
 def claim_name(location: Location, identity: str) -> str:
@@ -174,16 +185,39 @@ class _Comparison:
         self._lock = threading.Lock()
         self._equal: dict[str, ObjectDigest] = {}
         self._differ: dict[str, str] = {}
+        self._torn: dict[str, str] = {}
+
+    def torn(self, files: Sequence[SnapshotFile]) -> dict[str, str]:
+        """Return the ETags of the objects that say to have the SHA-256 of the local file, by name."""
+        self._run(self._look, files)
+        return dict(self._torn)
 
     def of(self, files: Sequence[SnapshotFile]) -> tuple[dict[str, ObjectDigest], dict[str, str]]:
         """Return the digests of those that are equal and why the others are not, by name, in order."""
-        if files:
-            tasks: deque[Callable[[], None]] = deque(partial(self._compare, file) for file in files)
-            self._crew.run(lambda: tasks.popleft() if tasks else None, most=len(tasks))
+        self._run(self._compare, files)
         return (
             {file.name: self._equal[file.name] for file in files if file.name in self._equal},
             {file.name: self._differ[file.name] for file in files if file.name in self._differ},
         )
+
+    def _run(self, work: Callable[[SnapshotFile], None], files: Sequence[SnapshotFile]) -> None:
+        if files:
+            tasks: deque[Callable[[], None]] = deque(partial(work, file) for file in files)
+            self._crew.run(lambda: tasks.popleft() if tasks else None, most=len(tasks))
+
+    def _look(self, file: SnapshotFile) -> None:
+        info = self._store.head(self._location.key(self._identity, file.name))
+        said = (info.metadata or {}).get(SHA256_KEY, "").lower() if info is not None else ""
+        if info is not None and info.etag is not None and said and said == self._learn(file).sha256:
+            self._torn[file.name] = info.etag
+
+    def _learn(self, file: SnapshotFile) -> ObjectDigest:
+        """Return size and SHA-256 of the local file."""
+        source = Source(file, part_bytes=_ONE_PART, stopped=self._crew.stopped)
+        try:
+            return source.learn()
+        finally:
+            source.close()
 
     def _compare(self, file: SnapshotFile) -> None:
         info = self._store.head(self._location.key(self._identity, file.name))
@@ -193,11 +227,7 @@ class _Comparison:
         if wanted is None:
             self._differ[file.name] = f"it has no {SHA256_KEY} metadata, so it cannot be verified"
             return
-        source = Source(file, part_bytes=_ONE_PART, stopped=self._crew.stopped)
-        try:
-            digest = source.learn()
-        finally:
-            source.close()
+        digest = self._learn(file)
         if digest.sha256 == wanted:
             self._equal[file.name] = digest
         else:

@@ -90,6 +90,7 @@ class S3Store:
             size_bytes=answer["ContentLength"],
             modified=answer.get("LastModified"),
             metadata={name.lower(): value for name, value in answer.get("Metadata", {}).items()},
+            etag=answer.get("ETag"),
         )
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -135,9 +136,21 @@ class S3Store:
             while block := self._call("s3:GetObject", key, lambda: body.read(_BLOCK)):
                 yield block
 
-    def put(self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False) -> None:
-        """Write an object. With ``if_absent`` raises StorageConflictError when there is one."""
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Write an object.
+
+        Raises StorageConflictError with ``if_absent`` when there is one, with ``if_match`` when there is another one
+        than that of this ETag.
+        """
+        condition = _condition(if_absent, if_match)
         self._call(
             "s3:PutObject",
             key,
@@ -170,9 +183,17 @@ class S3Store:
         )
         return answer["ETag"]
 
-    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str], *, if_absent: bool = False) -> None:
+    def complete_upload(
+        self,
+        key: str,
+        upload_id: str,
+        etags: Sequence[str],
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
         """Make the object of its parts. Raises StorageNotFoundError when the upload is gone, else as ``put``."""
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        condition = _condition(if_absent, if_match)
         self._call(
             "s3:PutObject",
             key,
@@ -201,6 +222,10 @@ class S3Store:
         while (page := self._call("s3:ListBucketMultipartUploads", prefix, lambda: next(pages, None))) is not None:
             for one in page.get("Uploads", ()):
                 yield OpenUpload(key=one["Key"], upload_id=one["UploadId"], started=one.get("Initiated"))
+
+
+def _condition(if_absent: bool, if_match: str | None) -> dict[str, Any]:
+    return {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match is not None else {}
 
 
 def _boto(body: Body) -> Any:

@@ -43,6 +43,8 @@ class ObjectInfo:
     modified: dt.datetime | None = None
     metadata: Mapping[str, str] | None = None
     """User metadata, names in lower case whatever the store made of them."""
+    etag: str | None = None
+    """The store's name for this state of the object, good for a condition and nothing else; None in a listing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -81,8 +83,20 @@ class ObjectStore(Protocol):
     def stream(self, key: str, *, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
         """Return an object's bytes in blocks, from ``offset`` on. Raises StorageNotFoundError."""
 
-    def put(self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False) -> None:
-        """Write an object. With ``if_absent`` raises StorageConflictError when there is one."""
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Write an object.
+
+        Raises StorageConflictError with ``if_absent`` when there is one, with ``if_match`` when there is another one
+        than that of this ETag.
+        """
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
@@ -93,7 +107,15 @@ class ObjectStore(Protocol):
     def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
         """Send part ``number`` (from 1) and return its ETag."""
 
-    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str], *, if_absent: bool = False) -> None:
+    def complete_upload(
+        self,
+        key: str,
+        upload_id: str,
+        etags: Sequence[str],
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
         """Make the object of its parts. Raises StorageNotFoundError when the upload is gone, else as ``put``."""
 
     def abort_upload(self, key: str, upload_id: str) -> None:

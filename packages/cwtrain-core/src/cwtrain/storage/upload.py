@@ -142,14 +142,14 @@ class _Upload:
                 conditional=conditional,
             )
             last = [file for file in missing if file.name == INDEX_NAME]
-            self._send(sender, [file for file in missing if file.name != INDEX_NAME])
+            self._send(sender, [file for file in missing if file.name != INDEX_NAME], standing.torn)
             digests |= sender.digests
             for file in last:
                 digests[file.name] = sender.digest(file)
             ordered = {file.name: digests[file.name] for file in self._files}
             if before_index is not None:
                 before_index(ordered)
-            self._send(sender, last)
+            self._send(sender, last, {})
         finally:
             record.close()
         sent = {file.name for file in missing}
@@ -181,9 +181,9 @@ class _Upload:
             raise conflict_error(self._location, self._identity, standing.reasons)
         return standing
 
-    def _send(self, sender: Sender, files: Sequence[SnapshotFile]) -> None:
+    def _send(self, sender: Sender, files: Sequence[SnapshotFile], torn: Mapping[str, str]) -> None:
         if files:
-            sender.send([(file, self._location.key(self._identity, file.name)) for file in files])
+            sender.send([(file, self._location.key(self._identity, file.name)) for file in files], torn=torn)
 
     def _tick(self) -> None:
         if self._on_progress is None:
