@@ -6,15 +6,13 @@ It prints the ports of the bucket and of the API, and serves until its standard 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from upload_sink import Sink
+from upload_sink import Sink, serve_until_stdin_ends
 
 PREFIX = "/v1alpha1/inference"
 DEPLOYMENT = {
@@ -99,22 +97,7 @@ def main() -> None:
     print(listener.getsockname()[1], api.server_port, flush=True)
     threading.Thread(target=api.serve_forever, args=(0.05,), daemon=True).start()
 
-    def serve(plain: socket.socket) -> None:
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            sink.serve(plain)
-        except OSError:
-            pass
-        finally:
-            plain.close()
-
-    def accept() -> None:
-        while True:
-            threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    sys.stdin.read()
-    os._exit(0)
+    serve_until_stdin_ends(sink, listener)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import threading
+from typing import NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
 
 KEPT_BYTES = 1 << 20
@@ -131,15 +132,8 @@ def _drop(sock: socket.socket, buffer: bytearray, scratch: memoryview, left: int
     return True
 
 
-def main(arguments: list[str]) -> None:
-    """Serve on a free port of loopback."""
-    context = None
-    if arguments:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*arguments)
-    sink = Sink()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    print(listener.getsockname()[1], flush=True)
+def serve_until_stdin_ends(sink: Sink, listener: socket.socket, context: ssl.SSLContext | None = None) -> NoReturn:
+    """Answer everyone who connects, over TLS with ``context``; end the process with its standard input."""
 
     def serve(plain: socket.socket) -> None:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -157,6 +151,19 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=accept, daemon=True).start()
     sys.stdin.read()
     os._exit(0)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve on a free port of loopback."""
+    context = None
+    if arguments:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*arguments)
+    sink = Sink()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    print(listener.getsockname()[1], flush=True)
+
+    serve_until_stdin_ends(sink, listener, context)
 
 
 if __name__ == "__main__":

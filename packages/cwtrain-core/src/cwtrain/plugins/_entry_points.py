@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["EntryPoint", "FoundEntryPoint", "entry_points", "found_entry_points"]
 
 
-class _Distribution(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-
-
 class EntryPoint(Protocol):
     """What is used of an ``importlib.metadata.EntryPoint``."""
 
