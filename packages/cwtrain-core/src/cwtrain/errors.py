@@ -21,7 +21,7 @@
     │   ├── SnapshotLayoutError(problems) · SnapshotConflictError(objects)
     │   ├── SnapshotChainError · ChecksumError · SnapshotChangedError
     │   └── MirrorError                the local copy of the weights cannot be used
-    │       └── MirrorLockedError · MirrorDamagedError
+    │       └── MirrorLockedError · MirrorDamagedError · MirrorMissingError
     ├── HotLoadError                   hot_load
     │   ├── HotLoadFailedError · HotLoadCanceledError
     ├── LifecycleError                 resource, status
@@ -70,6 +70,7 @@ __all__ = [
     "MirrorDamagedError",
     "MirrorError",
     "MirrorLockedError",
+    "MirrorMissingError",
     "NotFoundError",
     "OutOfRangeError",
     "PermissionDeniedError",
@@ -375,6 +376,10 @@ class MirrorLockedError(MirrorError):
 
 class MirrorDamagedError(MirrorError):
     """The mirror's files are not those of a version: it has to be made again, from the bucket or a checkpoint."""
+
+
+class MirrorMissingError(MirrorError):
+    """There is no mirror in that place: it has to be made first."""
 
 
 class HotLoadError(CWTrainError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from cwtrain.errors import MirrorDamagedError, MirrorError, SnapshotChainError, SnapshotError
+from cwtrain.errors import MirrorDamagedError, MirrorError, MirrorMissingError, SnapshotChainError, SnapshotError
 from cwtrain.hotload._mirror_disk import Disk
 from cwtrain.hotload._mirror_files import REBUILD, Layout, Shard, read_shard
 from cwtrain.hotload._mirror_lock import MirrorLock
@@ -81,7 +81,7 @@ class MirrorCore:
         self._mutex = threading.RLock()
         self._broken: str | None = None
         if not os.path.exists(self._layout.state):
-            raise MirrorError(
+            raise MirrorMissingError(
                 f"{self._layout.root}: there is no mirror here",
                 hint="make it: WeightMirror.create(base, root), or WeightMirror.from_bucket(...)",
             )

@@ -14,12 +14,12 @@ import attrs
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotConflictError, SnapshotError, StorageNotFoundError
 from cwtrain.hotload import chain as chains
-from cwtrain.hotload._publish.decide import BaselineStep, baseline_step, next_epoch
-from cwtrain.hotload._publish.epochs import highest_epoch, open_epoch
+from cwtrain.hotload._publish.decide import BaselineStep, baseline_step
 from cwtrain.hotload._publish.follow import Follower
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import content_of
 from cwtrain.hotload._publish.names import identity_of, parse_identity
+from cwtrain.hotload._publish.opening import highest_epoch, take_epoch
 from cwtrain.hotload._publish.send import Budget, Sender
 from cwtrain.hotload.check import check_hot_load
 from cwtrain.hotload.delta import checkpoint_checksums
@@ -95,23 +95,8 @@ class Baseline:
         self.sender.through_outages(
             lambda: check_hot_load(loader.client, loader.deployment_id, s3=loader.store), budget, "checking the access"
         )
-        hot_loads = self.sender.hot_loads(budget)
-        run = journal.state.run_id
-        taken = self.sender.through_outages(
-            lambda: highest_epoch(loader.store, loader.location, run, hot_loads), budget, "looking for earlier epochs"
-        )
-        epoch = self.sender.through_outages(
-            lambda: open_epoch(
-                loader.store,
-                loader.location,
-                run,
-                first=next_epoch(journal.state.epoch, taken),
-                owner=journal.state.owner,
-                directory=journal.root,
-            ),
-            budget,
-            "opening an epoch",
-        )
+        taken = highest_epoch(self.sender, journal, self.sender.hot_loads(budget), budget)
+        epoch = take_epoch(self.sender, journal, taken, budget)
         journal.open_epoch(epoch)
         return epoch
 

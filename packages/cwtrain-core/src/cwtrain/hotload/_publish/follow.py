@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from cwtrain.errors import ChecksumError, MirrorDamagedError, MirrorError, SnapshotChainError
+from cwtrain.errors import ChecksumError, MirrorDamagedError, MirrorMissingError, SnapshotChainError
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import Look
 from cwtrain.hotload._publish.state import Acknowledged, WriteKind
@@ -182,9 +182,7 @@ class Follower:
         except MirrorDamagedError as error:
             self._log("the mirror cannot be used: %s", error)
             return None
-        except MirrorError as error:
-            if "there is no mirror here" not in str(error):
-                raise
+        except MirrorMissingError:
             return None
         return self._mirror
 

@@ -18,9 +18,36 @@ from cwtrain.hotload._publish.state import Acknowledged, WriteKind
 from cwtrain.models.service import HotLoad, HotLoadState
 from cwtrain.snapshots.identity import version_number
 
-__all__ = ["Opening"]
+__all__ = ["Opening", "highest_epoch", "take_epoch"]
 
 _log = logging.getLogger("cwtrain.hotload")
+
+
+def highest_epoch(sender: Sender, journal: Journal, hot_loads: list[HotLoad], budget: Budget) -> int:
+    """Return the highest epoch of the run that the bucket or ``hot_loads`` know of, 0 without any."""
+    loader = sender.loader
+    return sender.through_outages(
+        lambda: epochs.highest_epoch(loader.store, loader.location, journal.state.run_id, hot_loads),
+        budget,
+        "looking for earlier epochs",
+    )
+
+
+def take_epoch(sender: Sender, journal: Journal, taken: int, budget: Budget) -> int:
+    """Open the run's next epoch above the journal's and ``taken``, and return its number; the journal is not told."""
+    loader, state = sender.loader, journal.state
+    return sender.through_outages(
+        lambda: epochs.open_epoch(
+            loader.store,
+            loader.location,
+            state.run_id,
+            first=next_epoch(state.epoch, taken),
+            owner=state.owner,
+            directory=journal.root,
+        ),
+        budget,
+        "opening an epoch",
+    )
 
 
 @attrs.define
@@ -34,28 +61,13 @@ class Opening:
 
     def open_epoch(self, look: Look, budget: Budget) -> None:
         """Open an epoch for a version that came without a baseline call."""
-        loader, journal = self.sender.loader, self.journal
+        journal = self.journal
         state = journal.state
         hot_loads = self.sender.hot_loads(budget)
-        taken = self.sender.through_outages(
-            lambda: epochs.highest_epoch(loader.store, loader.location, state.run_id, hot_loads),
-            budget,
-            "looking for earlier epochs",
-        )
+        taken = highest_epoch(self.sender, journal, hot_loads, budget)
         if state.epoch and taken > state.epoch:
             self.refuse_if_taken_over(budget)
-        epoch = self.sender.through_outages(
-            lambda: epochs.open_epoch(
-                loader.store,
-                loader.location,
-                state.run_id,
-                first=next_epoch(state.epoch, taken),
-                owner=state.owner,
-                directory=journal.root,
-            ),
-            budget,
-            "opening an epoch",
-        )
+        epoch = take_epoch(self.sender, journal, taken, budget)
         keep = None
         if state.epoch == 0 and look.kind is not WriteKind.FULL:
             keep = self._recovered(hot_loads)
