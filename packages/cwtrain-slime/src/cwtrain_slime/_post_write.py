@@ -21,7 +21,7 @@ import attrs
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError
 from cwtrain.events import WeightsWritten, WriteMode
-from cwtrain.hotload.publisher import Publisher, PublishOutcome
+from cwtrain.hotload.publisher import Publisher, PublishOutcome, weight_v_number
 from cwtrain.plugins import Plugins, get_plugins
 from cwtrain_slime._args import RunArgs
 from cwtrain_slime._checkpoints import SavedCheckpoints
@@ -138,14 +138,12 @@ class Adapter:
     def _notify(self, run: RunArgs, ranks: Ranks, version_dir: str) -> None:
         """Tell plugins that the files exist; on rank 0 the publisher does."""
         plugins = self._plugins if self._plugins is not None else get_plugins()
-        name = Path(version_dir).name
-        digits = name.removeprefix("weight_v")
         plugins.notify(
             WeightsWritten(
                 framework=run.dialect.name,
                 path=version_dir,
                 mode=WriteMode.FULL if run.full_mode else WriteMode.DELTA,
-                version=int(digits) if digits.isdecimal() else None,
+                version=weight_v_number(Path(version_dir)),
                 rank=ranks.rank,
                 world_size=ranks.size,
             )

@@ -77,6 +77,7 @@ __all__ = [
     "TensorBase",
     "TensorPlan",
     "read_note",
+    "weight_v_number",
 ]
 
 _log = logging.getLogger("cwtrain.hotload")
