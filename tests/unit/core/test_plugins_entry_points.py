@@ -31,9 +31,11 @@ def by_the_library(*folders):
     found = importlib.metadata.distributions(path=[str(folder) for folder in folders])
     first = {}
     for dist in found:
-        if dist.name is None:  # an empty folder, a file with a folder's name
+        # An empty folder, a file with a folder's name. Not `.name`: from 3.12 on it warns of the None it returns.
+        name = dist.metadata.get("Name")
+        if name is None:
             continue
-        first.setdefault(dist.name.lower().replace("-", "_").replace(".", "_"), dist)
+        first.setdefault(name.lower().replace("-", "_").replace(".", "_"), dist)
     return [entry for dist in first.values() for entry in dist.entry_points if entry.group == "cwtrain"]
 
 
