@@ -10,9 +10,10 @@ The public names are loaded at first use, so ``import cwtrain`` costs almost not
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # not typing's: this module is imported before anything else, and typing costs milliseconds
 if TYPE_CHECKING:
+    from typing import Any
+
     from cwtrain.hotload import HotLoader, SnapshotWriter, upload_snapshot
     from cwtrain.infra import InferenceClient
     from cwtrain.snapshots import inspect_snapshot
