@@ -367,6 +367,17 @@ OPERATIONS: dict[str, Callable[..., Operation]] = {
 }
 
 
+def settle() -> None:
+    """Wait until nothing runs that was begun before: OpenBLAS, of numpy, spins for 0.1 s in a thread of its own."""
+    before = spent()
+    while True:
+        time.sleep(0.03)
+        now = spent()
+        if now - before < 0.003:
+            return
+        before = now
+
+
 def spent() -> float:
     """Return the user and system seconds of this process and those that it started."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -386,6 +397,7 @@ def main(name: str, arguments: str) -> None:
         shutil.rmtree(given.get(key, ""), ignore_errors=True)
     timed, afterwards = OPERATIONS[name](**given)
     os.sync()
+    settle()
     synced, before, began = fsyncs, spent(), time.perf_counter()
     timed()
     wall, cpu = time.perf_counter() - began, spent() - before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from cwtrain.hotload import (
     inspect_snapshot,
     new_upload_id,
 )
+from cwtrain.hotload._writer_arguments import encoders
 from cwtrain.hotload.bases import BaseTensors
 from cwtrain.hotload.delta import write_delta
 from cwtrain.hotload.verify import verify_snapshot
 from cwtrain.hotload.writer import ShardReceipt, WrittenSnapshot
+from cwtrain.snapshots._parallel import usable_cores
 from cwtrain.storage import Location, MemoryStore
 from helpers.streamed import (
     INDEX,
@@ -220,12 +223,13 @@ def test_an_empty_delta_is_reported_and_leaves_nothing(store: MemoryStore, sides
     assert tensors_in(store, PLACE, "v2", state) == {name: raw(tensor) for name, tensor in after.items()}
 
 
-def test_the_tensor_may_be_changed_when_add_returns(store: MemoryStore, sides: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_tensor_may_be_changed_when_add_returns(store: MemoryStore, sides: Path, workers: int) -> None:
     """B18's kind: trainers gather into one buffer again and again, so nothing reads it once add has returned."""
     old = {f"t{number}": np.full(1 << 20, number, np.uint8) for number in range(12)}
     base = filled(MemoryBase(), store, PLACE, old, sides)
     buffer = np.empty(1 << 20, np.uint8)
-    with SnapshotWriter(store, PLACE, "v1", kind="delta", base=base) as writer:
+    with SnapshotWriter(store, PLACE, "v1", kind="delta", base=base, workers=workers) as writer:
         for number, name in enumerate(old):
             buffer[:] = number + 100
             writer.add(name, buffer)
@@ -234,6 +238,19 @@ def test_the_tensor_may_be_changed_when_add_returns(store: MemoryStore, sides: P
     assert tensors_in(store, PLACE, "v1", old) == {
         name: bytes([number + 100]) * (1 << 20) for number, name in enumerate(old)
     }
+
+
+def test_a_small_model_takes_no_other_thread_than_the_callers(store: MemoryStore, sides: Path) -> None:
+    """Threads that take turns at the interpreter cost a trainer more than they save: below 1 GiB one encodes."""
+    old, new = make_state(1, scale=8), next_state(make_state(1, scale=8), 2)
+    base = filled(MemoryBase(), store, PLACE, old, sides)
+    with SnapshotWriter(store, PLACE, "v1", kind="delta", base=base, sizes=TINY) as writer:
+        for name, tensor in new.items():
+            writer.add(name, tensor)
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cwtrain-encode")]
+        writer.finalise([writer.close()])
+    assert encoders(None, 320 << 20, work_bytes=200 << 30) == min(8, usable_cores())
+    assert encoders(3, 320 << 20, work_bytes=1) == 3
 
 
 def test_a_checkpoint_on_the_disk_is_streamed_without_a_copy(store: MemoryStore, sides: Path, tmp_path: Path) -> None:

@@ -120,7 +120,9 @@ class SnapshotWriter:
         self.previous_identity = predecessor(identity, base, previous_identity, full=self._full)
         self._side_files = side_directory(side_files, needed=self._full and rank == 0)
         check_sending(upload_workers=upload_workers, shard_bytes=shard_bytes, max_bytes_per_second=max_bytes_per_second)
-        count = encoders(workers, memory_bytes)
+        known = base.types().values() if base is not None and not self._full else None
+        work = None if known is None else sum(kind.size_bytes for kind in known) // ranks
+        count = encoders(workers, memory_bytes, work_bytes=work)
         self._sizes = sizes or stream_sizes(memory_bytes, count)
         self._location, self._base, self._names = location, base, names
         self._run_id, self._deployment_id, self._version = run_id, deployment_id, version

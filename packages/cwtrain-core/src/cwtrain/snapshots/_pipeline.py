@@ -4,6 +4,9 @@ Workers read the new bytes where they lie, and ``add`` returns when the last of 
 small tensors are copied, and several of them go to a worker together. A worker reads the old bytes beside the new ones,
 compresses the difference and leaves the new bytes to the base. What came of it goes to the sink in the order in which
 it came in. Frames are the same as those of ``write_delta``.
+
+The caller's thread is one of the workers: where it would wait for another, it takes a job itself. A thread that sleeps
+and is woken for every tensor costs more than many a tensor does.
 """
 
 from __future__ import annotations
@@ -88,11 +91,14 @@ class _Job:
         self.end = self.size = 0
         self.read = threading.Event()
         """Set when the caller's memory is not looked at any more."""
-        self.result: Future[list[Diff]] | None = None
+        self.result: Future[list[Diff]] = Future()
 
 
 class DeltaPipeline:
-    """Makes frames with ``workers`` threads; at most ``waiting`` jobs, of 1 MiB of tensors each, are on their way."""
+    """Makes frames with ``workers`` threads, the caller's among them.
+
+    At most ``waiting`` jobs, of 1 MiB of tensors each, are on their way.
+    """
 
     def __init__(self, sink: Sink, old: Old, *, workers: int, waiting: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.busy_seconds = 0.0
@@ -102,7 +108,9 @@ class DeltaPipeline:
         # The public codec needs all parts of a tensor at one worker, in order.
         count = workers if self._codec.independent else 1
         self._workers = count
-        self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="cwtrain-encode")
+        self._pool = (
+            ThreadPoolExecutor(max_workers=count - 1, thread_name_prefix="cwtrain-encode") if count > 1 else None
+        )
         self._most = max(2, waiting)
         self._lanes: list[Lane] = []
         self._filling: _Job | None = None
@@ -139,19 +147,20 @@ class DeltaPipeline:
                 target[done : done + count] = left[:count]
                 left, done = left[count:], done + count
         self._give_back()
-        while self._waiting and self._waiting[0].result is not None and self._waiting[0].result.done():
+        while self._waiting and self._waiting[0].result.done():
             self._drain()
 
     def finish(self) -> None:
         """Work off everything that was added."""
         self._start_filled()
         while self._waiting:
-            self._drain()
+            self._advance()
         self.stop()
 
     def stop(self) -> None:
         """End the threads; what they have not begun is dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
     def _borrow(self, part: _Part, source: memoryview, at_once: int) -> None:
@@ -170,6 +179,8 @@ class DeltaPipeline:
         """Wait until nobody looks at the caller's memory any more."""
         if self._filling is not None and self._filling.lane is None:
             self._start_filled()
+        for job in reversed(self._borrowed):
+            self._take_over(job)
         for job in self._borrowed:
             job.read.wait()
         self._borrowed.clear()
@@ -198,9 +209,34 @@ class DeltaPipeline:
     def _start(self, job: _Job) -> None:
         """Hand a job to a worker, when there is room for what comes of it."""
         while len(self._waiting) >= self._most:
-            self._drain()
+            self._advance()
         self._waiting.append(job)
-        job.result = self._pool.submit(self._work, job)
+        if self._pool is None:
+            self._work_here(job)
+        else:
+            job.result = self._pool.submit(self._work, job)
+
+    def _advance(self) -> None:
+        """Hand on what became of the first job, or do another one meanwhile: the last that no worker has begun."""
+        if not self._waiting[0].result.done():
+            for job in reversed(self._waiting):
+                if self._take_over(job):
+                    return
+        self._drain()
+
+    def _take_over(self, job: _Job) -> bool:
+        """Do a job in this thread if no worker has begun it, and return whether that was so."""
+        if not job.result.cancel():
+            return False
+        self._work_here(job)
+        return True
+
+    def _work_here(self, job: _Job) -> None:
+        job.result = Future()
+        try:
+            job.result.set_result(self._work(job))
+        except Exception as error:  # noqa: BLE001  (raised in its turn, as that of another thread is)
+            job.result.set_exception(error)
 
     def _work(self, job: _Job) -> list[Diff]:
         began = time.perf_counter()
@@ -241,7 +277,6 @@ class DeltaPipeline:
     def _drain(self) -> None:
         """Hand on what became of the first job; wait for it."""
         job = self._waiting[0]
-        assert job.result is not None
         for part, diff in zip(job.parts, job.result.result(), strict=True):
             if self._joiner is None:
                 self._sink.begin_tensor(part.name)
