@@ -25,6 +25,11 @@ class Once:
         self._stopped = stopped
         self._put = self._complete = conditional
 
+    @property
+    def conditional(self) -> bool:
+        """Whether an object that is written by one PUT is written only where there is none, as far as is known."""
+        return self._put
+
     def write(
         self, key: str, write: Callable[[bool], None], equal: Callable[[], bool], *, multipart: bool = False
     ) -> bool:

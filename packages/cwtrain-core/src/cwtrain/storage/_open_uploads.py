@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator
 
 from cwtrain.errors import CWTrainError, StorageError, StorageNotFoundError
+from cwtrain.storage._learned import learned_of
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore
 
@@ -122,10 +123,13 @@ class UploadRecord:
             _log.debug("no record of open uploads can be kept in %s: %s", self._directory, error)
 
 
-def abort_left_open(record: UploadRecord, store: ObjectStore, location: Location, identity: str) -> None:
+def abort_left_open(
+    record: UploadRecord, store: ObjectStore, location: Location, identity: str, *, new: bool = False
+) -> None:
     """Abort what earlier uploads of ``identity`` left open, and what has been open for more than a day.
 
-    The second needs the optional permission s3:ListBucketMultipartUploads. Never raises: this is cleaning up.
+    The second needs the optional permission s3:ListBucketMultipartUploads, and is looked for at most once in an hour.
+    ``new``: nobody has written under the identity before. Never raises: this is cleaning up.
     """
     for path, left in record.abandoned():
         gone = [
@@ -138,7 +142,11 @@ def abort_left_open(record: UploadRecord, store: ObjectStore, location: Location
             except OSError as error:
                 _log.debug("%s cannot be removed: %s", path, error)
     # Without a prefix of its own, a deployment may share the bucket with strangers, whose uploads are left alone.
+    if not location.root and new:
+        return
     prefix = location.root or location.prefix(identity)
+    if not learned_of(store).time_to_clean(prefix):
+        return
     before = dt.datetime.now(dt.UTC) - _DAY
     try:
         for upload in store.list_uploads(prefix):

@@ -1,4 +1,7 @@
-"""Send objects: hash, then one PUT or parts, then look at what the store kept. Nothing here decides what is sent."""
+"""Send objects: hash, then one PUT or parts, then look at what the store kept where that may be wrong.
+
+Nothing here decides what is sent.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._buffers import Buffers
 from cwtrain.storage._crew import Crew, run_all
+from cwtrain.storage._learned import learned_of
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
 from cwtrain.storage._open_uploads import UploadRecord, abort_quietly
@@ -30,6 +34,7 @@ _log = logging.getLogger("cwtrain.storage")
 _MIB = 1 << 20
 _MOST_PARTS = 10_000
 _ABORT_SECONDS = 10.0
+_WAY = "file, put"
 
 
 @attrs.frozen(kw_only=True)
@@ -80,7 +85,7 @@ class Sender:
         self._record = record
         self._sizes = sizes
         self._once = Once(store, stopped=crew.stopped, conditional=conditional)
-        self._warned_of_metadata = False
+        self._learned = learned_of(store)
         self._waiting: deque[_Transfer] = deque()
         self._ready: deque[Callable[[], None]] = deque()
         self._hashing = 0
@@ -158,8 +163,8 @@ class Sender:
                     transfer.key, body, metadata=self._metadata(transfer), **_condition(transfer, if_absent)
                 )
 
-        self._write(transfer, write)
-        self._arrived(transfer)
+        written = self._write(transfer, write)
+        self._arrived(transfer, looked=not written)
 
     def _send_part(self, transfer: _Transfer, part: int) -> None:
         assert transfer.upload_id is not None
@@ -186,12 +191,13 @@ class Sender:
         def write(if_absent: bool) -> None:
             self._store.complete_upload(transfer.key, upload_id, transfer.etags, **_condition(transfer, if_absent))
 
-        if self._write(transfer, write, multipart=True):
+        written = self._write(transfer, write, multipart=True)
+        if written:
             self._record.closed(upload_id)
         else:
             self._abort(transfer)  # the object is there; a refused Complete leaves the upload open
         transfer.upload_id = None
-        self._arrived(transfer)
+        self._arrived(transfer, looked=not written)
 
     def _write(self, transfer: _Transfer, write: Callable[[bool], None], *, multipart: bool = False) -> bool:
         """Write an object if there is none, and return whether it was this call that did."""
@@ -212,8 +218,25 @@ class Sender:
             hint="a snapshot is never changed: publish under another identity",
         )
 
-    def _arrived(self, transfer: _Transfer) -> None:
-        """Compare what the store kept with what was sent: some keep a request's framing inside the object."""
+    def _arrived(self, transfer: _Transfer, *, looked: bool) -> None:
+        """Note that an object is there; where something may still be wrong, compare what the store kept with it.
+
+        Some stores keep a request's framing inside the object: then they do so with every object that is sent in the
+        same way, so one PUT that was right speaks for the store's later ones. Where a PUT may replace another object
+        unseen, each is looked at; and so is an object in parts, whose Complete Ceph does without the condition.
+        ``looked``: it was compared already.
+        """
+        whole = transfer.torn is None and transfer.file.size_bytes <= self._sizes.multipart_above_bytes
+        sure = whole and self._learned.conditional and self._once.conditional and self._learned.keeps(_WAY)
+        if not (looked or sure):
+            self._look(transfer)
+            if whole:
+                self._learned.kept(_WAY, transfer.file.size_bytes)
+        transfer.source.close()
+        with self._crew.changed:
+            self.done += 1
+
+    def _look(self, transfer: _Transfer) -> None:
         digest = self.digests[transfer.file.name]
         info = self._store.head(transfer.key)
         where = f"s3://{self._store.bucket}/{transfer.key}"
@@ -228,14 +251,10 @@ class Sender:
         sha256 = (info.metadata or {}).get(SHA256_KEY)
         if sha256 is not None and sha256.lower() != digest.sha256:
             self._equal(transfer)
-        if sha256 is None and not self._warned_of_metadata:
-            self._warned_of_metadata = True
+        if sha256 is None and self._learned.tell("keeps no metadata"):
             _log.warning(
                 "%s keeps no user metadata: objects can be compared by the manifest only", self._store.endpoint
             )
-        transfer.source.close()
-        with self._crew.changed:
-            self.done += 1
 
     def _metadata(self, transfer: _Transfer) -> dict[str, str]:
         return {SHA256_KEY: self.digests[transfer.file.name].sha256}

@@ -159,8 +159,8 @@ class StreamedObject:
         def write(if_absent: bool) -> None:
             self._upload.store.put(self.key, body, metadata=self._upload._metadata(sha256), if_absent=if_absent)
 
-        once.write(self.key, write, lambda: self._upload._ours(self, sha256))
-        self._upload._arrived(self, sha256)
+        written = once.write(self.key, write, lambda: self._upload._ours(self, sha256))
+        self._upload._arrived(self, sha256, looked=not written)
         self._upload._give_back([_whole(piece) for piece in pieces[1:] if isinstance(piece, memoryview)])
         self._blocks = []
 
@@ -238,12 +238,13 @@ class StreamedObject:
             store.complete_upload(self.key, upload_id, self._etags, if_absent=if_absent)
 
         once = self._upload._begun()
-        if once.write(self.key, write, lambda: self._upload._ours(self, sha256), multipart=True):
+        written = once.write(self.key, write, lambda: self._upload._ours(self, sha256), multipart=True)
+        if written:
             self._upload._record.closed(upload_id)
         else:
             self._upload._abort(self)  # the object is there; a refused Complete leaves the upload open
         self.upload_id = None
-        self._upload._arrived(self, sha256)
+        self._upload._arrived(self, sha256, looked=not written)
 
 
 def _whole(block: memoryview) -> memoryview:

@@ -1,7 +1,7 @@
 """The claim: who may write under an identity, decided before any byte of weights is sent.
 
 It is one small object, ``_claims/<identity>.json``, written by one conditional PUT, and it is never replaced. The same
-PUT made twice also shows what the store makes of ``If-None-Match``.
+PUT made twice also shows what the store makes of ``If-None-Match``: that is found out once for each store.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import attrs
 
 from cwtrain.errors import StorageConflictError, StorageError, StorageNotFoundError
 from cwtrain.models.snapshot import SnapshotFile
+from cwtrain.storage._learned import learned_of
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore
 
@@ -145,31 +146,37 @@ def read_claim(store: ObjectStore, location: Location, identity: str) -> Claim |
 def take_claim(store: ObjectStore, location: Location, identity: str, claim: Claim) -> tuple[Claim, bool]:
     """Write ``claim`` unless there is one. Return whose claim stands, and whether conditional writes are to be used.
 
-    A store that refuses ``If-None-Match``, or ignores it, is warned about: there nothing stops two uploads that begin
-    at the same moment.
+    A store that refuses ``If-None-Match``, or ignores it, is warned about, once: there nothing stops two uploads that
+    begin at the same moment.
     """
+    learned = learned_of(store)
     key = location.claim_key(identity)
     body = claim.to_bytes()
     for _ in range(_ATTEMPTS):
         try:
             store.put(key, body, if_absent=True)
-        except StorageConflictError:
+        except StorageConflictError as error:
             if (held := read_claim(store, location, identity)) is not None:
+                learned.conditional = learned.conditional or error.status == 412
                 return held, True
             continue  # it is gone again, or another PUT is under way
         except StorageError as error:
             if not refuses_condition(error):
                 raise
+            learned.conditional = False
             if (held := read_claim(store, location, identity)) is not None:
                 return held, False
             # Were it not for the header, this raises the real reason.
             store.put(key, body)
-            _log.warning(
-                "%s takes no If-None-Match (%s): two uploads of one identity at the same moment are not told apart",
-                store.endpoint,
-                error,
-            )
+            if learned.tell("refuses conditions"):
+                _log.warning(
+                    "%s takes no If-None-Match (%s): two uploads of one identity at the same moment are not told apart",
+                    store.endpoint,
+                    error,
+                )
             return read_claim(store, location, identity) or claim, False
+        if learned.conditional:
+            return claim, True
         return _probed(store, location, identity, claim, body)
     raise StorageConflictError(
         f"the claim s3://{location.bucket}/{key} can be neither written nor read",
@@ -183,10 +190,12 @@ def take_claim(store: ObjectStore, location: Location, identity: str, claim: Cla
 def _probed(store: ObjectStore, location: Location, identity: str, claim: Claim, body: bytes) -> tuple[Claim, bool]:
     try:
         store.put(location.claim_key(identity), body, if_absent=True)
-    except StorageConflictError:
+    except StorageConflictError as error:
+        learned_of(store).conditional = error.status == 412
         return claim, True
-    _log.warning(
-        "%s ignores If-None-Match on a PUT: two uploads of one identity at the same moment are not told apart",
-        store.endpoint,
-    )
+    if learned_of(store).tell("ignores conditions"):
+        _log.warning(
+            "%s ignores If-None-Match on a PUT: two uploads of one identity at the same moment are not told apart",
+            store.endpoint,
+        )
     return read_claim(store, location, identity) or claim, True

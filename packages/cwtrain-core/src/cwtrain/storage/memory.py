@@ -12,6 +12,7 @@ from enum import StrEnum
 import attrs
 
 from cwtrain.errors import StorageAccessError, StorageConflictError, StorageError, StorageNotFoundError
+from cwtrain.storage._learned import Learned
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
 
 __all__ = ["Conditions", "Fault", "MemoryObject", "MemoryStore"]
@@ -105,6 +106,7 @@ class MemoryStore:
         self.uploads: dict[str, _Upload] = {}
         self.calls: list[tuple[str, str]] = []
         self.denied = set(denied)
+        self.learned = Learned()
         self._bucket = bucket
         self._conditions = conditions
         self._complete_conditions = complete_conditions or conditions

@@ -107,6 +107,7 @@ def stand(
     manifest: Mapping[str, ObjectDigest] | None,
     before: Standing | None = None,
     others: Collection[str] = (),
+    claim_next: bool = False,
 ) -> Standing:
     """Compare ``files`` with what stands under ``identity``.
 
@@ -114,7 +115,8 @@ def stand(
     ETags prove nothing: they depend on how an object was sent. An object that says nothing about itself cannot be
     verified and counts as different. ``crew`` does the requests and the reading;
     what an earlier look (``before``) found equal is not read again. ``others`` may be there as well: other processes
-    send them.
+    send them. With ``claim_next`` the caller takes the claim now, by a PUT that shows whose it is: then it is not read
+    where nothing else stands.
 
     Torn is an object of our own claim that says of itself to have the local file's SHA-256 and has another size, while
     the snapshot has no index yet: SeaweedFS keeps an empty object of a PUT whose sender is gone before the first byte
@@ -129,7 +131,8 @@ def stand(
         del listed[""]  # a folder marker, as consoles make them
     reasons: dict[str, str] = {}
     there = [file for file in files if file.name in listed]
-    held = read_claim(store, location, identity) if len(there) < len(files) else None
+    asked = len(there) < len(files) and not (claim_next and not listed)
+    held = read_claim(store, location, identity) if asked else None
     foreign = held is not None and not held.covers(claim)
     if held is not None and foreign:
         reasons[claim_name(location, identity)] = claimed_by(held)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from cwtrain.errors import StorageNotFoundError, TransportError
+from cwtrain.storage._learned import Learned
 from cwtrain.storage._signing import credentials_of
 from cwtrain.storage._translate import expired, translate
 from cwtrain.storage.s3 import check_bucket, s3_settings
@@ -25,6 +27,9 @@ _RESUMES = 3
 
 T = TypeVar("T")
 
+_LEARNED: weakref.WeakKeyDictionary[Any, dict[str, Learned]] = weakref.WeakKeyDictionary()
+"""By client, then by bucket: stores of one bucket that share a client share what they find out."""
+
 
 class S3Store:
     """A bucket behind a boto3 client (see ``s3_client``).
@@ -37,6 +42,8 @@ class S3Store:
         check_bucket(bucket, self.settings)
         self._client = client
         self._bucket = bucket
+        self.learned = _LEARNED.setdefault(client, {}).setdefault(bucket, Learned())
+        """What was found out about the store by uploads before."""
 
     def __repr__(self) -> str:
         return f"S3Store({self._bucket!r} at {self.endpoint})"

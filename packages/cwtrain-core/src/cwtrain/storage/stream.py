@@ -27,6 +27,7 @@ from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.storage._buffers import fresh
 from cwtrain.storage._crew import run_all
 from cwtrain.storage._hands import Hands
+from cwtrain.storage._learned import learned_of
 from cwtrain.storage._memory_body import MemoryBody
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
@@ -85,7 +86,6 @@ class StreamUpload:
         self._record = UploadRecord(store, location, identity, directory=record_directory)
         self._once: Once | None = None
         self._begin_lock = threading.Lock()
-        self._compared: set[str] = set()
         self._free: list[memoryview] = []
         self._made_bytes = 0
         self._objects: list[StreamedObject] = []
@@ -196,7 +196,7 @@ class StreamUpload:
         held, conditional = take_claim(self.store, self._location, self._identity, self._claim)
         if held.uuid != self._upload_id:
             raise self._taken(held)
-        abort_left_open(self._record, self.store, self._location, self._identity)
+        abort_left_open(self._record, self.store, self._location, self._identity, new=not found)
         return conditional
 
     def _listed(self) -> list[str]:
@@ -268,15 +268,17 @@ class StreamUpload:
             return said == self._upload_id
         return sha256 is not None and self._read_sha256(info.key) == sha256
 
-    def _arrived(self, one: StreamedObject, sha256: str | None) -> None:
+    def _arrived(self, one: StreamedObject, sha256: str | None, *, looked: bool) -> None:
         """Note the object's digest. What the store kept is compared with what was sent, once for each way of sending.
 
-        Some stores keep a request's framing inside the object: then they do so with every object.
+        Some stores keep a request's framing inside the object: then they do so with every object. So what was right
+        once is remembered for the store, also for the uploads after this one. ``looked``: it was compared already.
         """
-        way = "parts" if sha256 is None or one.in_parts else "put"
-        if sha256 is None or way not in self._compared:
+        learned = learned_of(self.store)
+        way = "streamed, parts" if one.in_parts else "streamed, put"
+        if not looked and (sha256 is None or not learned.keeps(way)):
             self._compare(one)
-            self._compared.add(way)
+            learned.kept(way, one.size_bytes)
         digest = ObjectDigest(one.size_bytes, sha256 or self._read_sha256(one.key))
         with self._hands.changed:
             self.digests[one.name] = digest

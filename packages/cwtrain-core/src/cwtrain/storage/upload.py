@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from cwtrain.errors import ConfigError
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
 from cwtrain.storage._crew import Crew
+from cwtrain.storage._learned import learned_of
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._open_uploads import UploadRecord, abort_left_open
 from cwtrain.storage._send import PartSizes, Sender
@@ -38,6 +39,7 @@ def upload_objects(
     sizes: PartSizes = PartSizes(),  # noqa: B008  (frozen)
     record_directory: str | None = None,
     others: Collection[str] = (),
+    free: bool = False,
 ) -> UploadReport:
     """Upload ``files`` as the snapshot ``identity`` and return what was sent and what was there already.
 
@@ -46,7 +48,8 @@ def upload_objects(
     2. A claim is written by one conditional PUT. Who loses it stops before any byte is sent; the same ``run_id``, and a
        repeat with the same directory, sizes and modification times, goes on under it.
     3. The missing objects are sent by at most ``workers`` threads, each hashed in one read while earlier ones are sent,
-       and checked again over the bytes that are sent.
+       and checked again over the bytes that are sent. What the store made of them is looked at until it was seen to
+       keep exactly what is sent; objects in parts always.
     4. ``before_index`` is called with size and SHA-256 of every object, the index included: a manifest is written here.
     5. The index goes last, so no reader ever sees half a snapshot.
 
@@ -55,6 +58,8 @@ def upload_objects(
     (found from the paths without it). ``max_bytes_per_second`` limits the bandwidth, ``sizes`` says what goes in parts.
     ``record_directory`` is where open multipart uploads are noted for the next run (the temporary directory).
     ``others`` names objects of the snapshot that other processes of the same ``run_id`` send: they may be there or not.
+    ``free``: the caller has just looked (``plan_upload``), and no object stands under the identity. Where the claim's
+    PUT is known to tell who was first, nobody looks again then.
 
     The first refusal stops the rest: open multipart uploads are aborted and that error is raised; Ctrl-C, and whatever
     ``on_progress`` raises, do the same. Raises SnapshotChangedError when a file changes after inspection,
@@ -79,6 +84,7 @@ def upload_objects(
         before_index=before_index,
         sizes=sizes,
         record_directory=record_directory,
+        free=free,
     )
 
 
@@ -114,12 +120,18 @@ class _Upload:
         before_index: Callable[[Mapping[str, ObjectDigest]], None] | None,
         sizes: PartSizes,
         record_directory: str | None,
+        free: bool,
     ) -> UploadReport:
-        standing = self._stand(claim, manifest)
-        conditional = True
+        decides = learned_of(self._store).conditional
+        if free and decides:
+            standing = Standing(equal={}, reasons={}, torn={})
+        else:
+            standing = self._stand(claim, manifest, claim_next=decides)
+        conditional = new = True
         if standing.missing(self._files):
             held, conditional = take_claim(self._store, self._location, self._identity, claim)
             if held.uuid != claim.uuid:
+                new = False
                 if not held.covers(claim):
                     reasons = {claim_name(self._location, self._identity): claimed_by(held)}
                     raise conflict_error(self._location, self._identity, reasons)
@@ -132,7 +144,8 @@ class _Upload:
         record = UploadRecord(self._store, self._location, self._identity, directory=record_directory)
         try:
             if missing:
-                abort_left_open(record, self._store, self._location, self._identity)
+                new = new and len(missing) == len(self._files) and not standing.torn
+                abort_left_open(record, self._store, self._location, self._identity, new=new)
             sender = self._sender = Sender(
                 self._store,
                 crew=self._crew,
@@ -164,7 +177,12 @@ class _Upload:
         )
 
     def _stand(
-        self, claim: Claim, manifest: Mapping[str, ObjectDigest] | None, before: Standing | None = None
+        self,
+        claim: Claim,
+        manifest: Mapping[str, ObjectDigest] | None,
+        *,
+        before: Standing | None = None,
+        claim_next: bool = False,
     ) -> Standing:
         standing = stand(
             self._files,
@@ -176,6 +194,7 @@ class _Upload:
             manifest=manifest,
             before=before,
             others=self._others,
+            claim_next=claim_next,
         )
         if standing.reasons:
             raise conflict_error(self._location, self._identity, standing.reasons)
