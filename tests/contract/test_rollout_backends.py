@@ -120,3 +120,4 @@ def test_a_measurement_on_the_command_line(deployment: str) -> None:
     assert found["latency_seconds"]["p50"] <= found["latency_seconds"]["p99"]
     assert found["window"][0]["window"] == 16
     assert found["totals"]["bad_answers"] == 0
+    assert found["interrupted"] is False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
+import signal
 from typing import Any
 
 import pytest
@@ -23,10 +26,11 @@ from cwtrain_rollout import (
     evaluate,
     evaluate_async,
 )
+from cwtrain_rollout.bench import Bench
 from cwtrain_rollout.chat import ChatSampler
 from helpers.completions_server import CompletionsServer
 from helpers.endpoint_model import EndpointModel
-from helpers.run_cli import run
+from helpers.run_cli import run, start
 
 
 def made(*logprobs: float) -> Sample:
@@ -156,3 +160,49 @@ def test_what_chat_completions_cannot_do_is_refused_and_not_left_out(option: tup
     where = ("--backend", "serverless", "--model", "wandb-artifact:///a/b/c:v1", "--endpoint", "http://127.0.0.1:9")
     refused = run("rollout", "sample", *where, "--prompt", "hi", *option)
     assert (refused.code, option[0] in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_measurement_that_is_interrupted_says_what_it_has(number: signal.Signals, code: int, word: str) -> None:
+    with CompletionsServer() as server:
+        where = ("--endpoint", server.url, "--model", "m", "--concurrency", "2", "-n", "1")
+        # Python takes SIGINT where a shell's background job ignores it: the tests may be one.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = start("rollout", "bench", *where, "--seconds", "50")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if re.search(r"[1-9][0-9]* groups done", line):
+                break
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in err, word in err) == (code, False, True)
+    found = json.loads(out)
+    assert found["interrupted"] is True
+    assert 0 < found["groups"] <= found["totals"]["samples"]
+    assert 0 < found["seconds"] < 50
+    assert found["groups_per_second"] > 0
+    assert found["latency_seconds"]["p50"] > 0
+
+
+def test_a_measurement_that_is_interrupted_before_an_answer_has_no_latencies() -> None:
+    async def scenario() -> Any:
+        endpoint = EndpointModel(service=1e9)
+        sampler = Sampler(RolloutConfig(base_url="http://endpoint", model="m"), transport=endpoint, plugins=Plugins())
+        load = Bench(sampler, [(1,)], n=2, seconds=1e9, sampling=SamplingParams(max_tokens=1))
+        assert load.result() is None
+        task = asyncio.create_task(load.run())
+        while not endpoint.bodies:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return load.result()
+
+    found = asyncio.run(scenario())
+    assert (found["interrupted"], found["groups"], found["latency_seconds"]["max"]) == (True, 0, 0.0)
+    assert found["totals"]["samples"] == 0

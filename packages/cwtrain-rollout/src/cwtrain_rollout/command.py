@@ -133,12 +133,16 @@ def bench(
     concurrency: str | None,
     **where: Any,
 ) -> None:
-    """Keep an endpoint busy for a while: requests and tokens per second, latencies, and the window over time."""
+    """Keep an endpoint busy for a while: requests and tokens per second, latencies, and the window over time.
+
+    Ctrl-C ends it early: what was measured so far is printed, with "interrupted": true.
+    """
     import asyncio
 
     import attrs
 
-    from cwtrain_rollout.bench import measure
+    from cwtrain.cli._errors import Terminated
+    from cwtrain_rollout.bench import Bench
     from cwtrain_rollout.sampler import Sampler
 
     backend = _backend(where, text=False, **({"concurrency": concurrency} if concurrency else {}))
@@ -147,10 +151,14 @@ def bench(
     # The endpoint is measured, not the list of hot-loads.
     backend = Sampler(attrs.evolve(backend.config, deployment_id=None, served_identity_file=None))
     prompts = prompt_ids or ((1, 2, 3),)
-    found = asyncio.run(
-        measure(backend, prompts, n=count, seconds=seconds, sampling=_sampling(where, ()), say=ctx.out.say)
-    )
-    ctx.out.data(found)
+    load = Bench(backend, prompts, n=count, seconds=seconds, sampling=_sampling(where, ()), say=ctx.out.say)
+    try:
+        asyncio.run(load.run())
+    except (KeyboardInterrupt, Terminated):
+        if (found := load.result()) is not None:
+            ctx.out.data(found)
+        raise
+    ctx.out.data(load.result())
 
 
 def _backend(where: dict[str, Any], *, text: bool, **more: Any) -> Any:
