@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import signal
 from typing import Any
@@ -28,7 +29,7 @@ from cwtrain_rollout import (
 )
 from cwtrain_rollout.bench import Bench
 from cwtrain_rollout.chat import ChatSampler
-from helpers.completions_server import CompletionsServer
+from helpers.completions_server import CompletionsServer, Raw, good
 from helpers.endpoint_model import EndpointModel
 from helpers.run_cli import run, start
 
@@ -85,6 +86,37 @@ def test_evaluation_samples_scores_and_says_how_it_went() -> None:
             return await evaluate_async([[1]], lambda group, sample: 2, sampler=one)
 
         assert asyncio.run(inside()).mean == 2.0
+
+
+def test_an_evaluation_says_what_was_dropped_and_is_no_mean_over_all(caplog: pytest.LogCaptureFixture) -> None:
+    """A mean over the prompts that happened to be answered was told as the mean over all."""
+
+    def refuses(*prompts: int) -> Any:
+        def reply(request: Any) -> Any:
+            return Raw(400, "no") if request["prompt"][0] in prompts else good(request)
+
+        return reply
+
+    def score(group: Group, sample: Sample) -> float:
+        return float(group.prompt[0])
+
+    with CompletionsServer(rest=refuses(2)) as server:
+        one = Sampler(RolloutConfig(base_url=server.url, model="m", on_failure="drop"), plugins=Plugins())
+        with caplog.at_level(logging.WARNING, "cwtrain.rollout"):
+            found = evaluate([[1], [2], Group(prompt=[2], n=3), [3]], score, sampler=one, n=2)
+        assert found.scores == ((1.0, 1.0), (3.0, 3.0))
+        assert [(group.prompt, group.n) for group in found.dropped] == [((2,), 2), ((2,), 3)]
+        told = found.as_json()
+        assert (told["mean"], told["groups"], told["samples"]) == (2.0, 2, 4)
+        assert (told["dropped_groups"], told["dropped_samples"]) == (2, 5)
+        assert "over 2 of 4 groups: 2 failed and were dropped" in caplog.text
+        server.rest = refuses(1)
+        nothing = evaluate([[1]], score, sampler=one)
+        assert math.isnan(nothing.mean)
+        assert json.loads(json.dumps(nothing.as_json(), allow_nan=False))["mean"] is None
+        caplog.clear()
+        assert evaluate([[3]], score, sampler=one).as_json()["dropped_groups"] == 0
+        assert "dropped" not in caplog.text
 
 
 def test_warming_up_raises_nothing() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "Scorer", "evaluate", "evaluate_async"]
 
+log = logging.getLogger("cwtrain.rollout")
+
 Scorer = Callable[[Group, Sample], float | Awaitable[float]]
 """Returns a sample's score; may be a coroutine function."""
 
 
 @attrs.frozen(kw_only=True)
 class Evaluation:
-    """What an evaluation gave."""
+    """What an evaluation gave. Its means are over ``groups`` alone, and NaN where there are none."""
 
     groups: tuple[SampledGroup, ...]
     scores: tuple[tuple[float, ...], ...]
     """One for each sample of each group."""
+    dropped: tuple[Group, ...] = ()
+    """What ON_FAILURE=drop left out: asked for, failed, and in no mean. Means can be compared where it is empty."""
 
     @property
     def mean(self) -> float:
-        """Mean over all samples."""
+        """Mean over the samples that there are."""
         return _mean([score for scores in self.scores for score in scores])
 
     @property
@@ -52,13 +58,15 @@ class Evaluation:
         return tuple(dict.fromkeys(identity for span in found for identity in span.identities))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as plain JSON data."""
+        """Return the figures as plain JSON data, means of nothing as None."""
         return {
-            "mean": self.mean,
-            "best_of_n": self.best_of_n,
-            "truncated": self.truncated,
+            "mean": _number(self.mean),
+            "best_of_n": _number(self.best_of_n),
+            "truncated": _number(self.truncated),
             "samples": sum(map(len, self.scores)),
             "groups": len(self.groups),
+            "dropped_samples": sum(group.n for group in self.dropped),
+            "dropped_groups": len(self.dropped),
             "versions": list(self.versions),
         }
 
@@ -77,6 +85,7 @@ async def evaluate_async(
 
     Greedy with at most 1024 tokens unless ``sampling`` says otherwise. ``sampler`` is made from the environment without
     one. Where the sampler knows what is served, every sample is of one weight version (``exact_version``: of that one).
+    What ON_FAILURE=drop leaves out is in ``Evaluation.dropped`` and warned about: the means are over a part then.
     Raises ``RolloutError``; what ``scorer`` raises is raised.
     """
     from cwtrain_rollout.config import RolloutConfig
@@ -96,7 +105,17 @@ async def evaluate_async(
             score = scorer(group.group, sample)
             given.append(float(await score if inspect.isawaitable(score) else score))
         scores.append(tuple(given))
-    return Evaluation(groups=tuple(found), scores=tuple(scores))
+    there = {group.place for group in found}
+    dropped = tuple(group for place, group in enumerate(groups) if place not in there)
+    if dropped:
+        log.warning(
+            "The evaluation is over %d of %d groups: %d failed and were dropped (ON_FAILURE=drop); its means are not "
+            "those of all prompts",
+            len(found),
+            len(groups),
+            len(dropped),
+        )
+    return Evaluation(groups=tuple(found), scores=tuple(scores), dropped=dropped)
 
 
 def evaluate(prompts: Sequence[Sequence[int] | Group], scorer: Scorer, **options: Any) -> Evaluation:
@@ -109,4 +128,8 @@ def evaluate(prompts: Sequence[Sequence[int] | Group], scorer: Scorer, **options
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return sum(values) / len(values) if values else math.nan
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
