@@ -167,8 +167,8 @@ def publish_delta_ours(base: str, new: str, out: str, endpoint: str, api: str) -
         with SnapshotWriter(loader.store, loader.location, "v1", kind="delta", base=old) as writer:
             for name, data, dtype, shape in tensors:
                 writer.add(name, data, dtype=dtype, shape=shape)
-            writer.finalise([writer.close()])
-        loader.trigger("v1", previous_identity="v0")
+            written = writer.finalise([writer.close()])
+        loader.trigger(written)
 
     return run, nothing
 
@@ -199,8 +199,8 @@ def publish_full_ours(new: str, out: str, endpoint: str, api: str) -> Operation:
         with SnapshotWriter(loader.store, loader.location, "v1", kind="full", side_files=new) as writer:
             for name, data, dtype, shape in tensors:
                 writer.add(name, data, dtype=dtype, shape=shape)
-            writer.finalise([writer.close()])
-        loader.trigger("v1")
+            written = writer.finalise([writer.close()])
+        loader.trigger(written)
 
     return run, nothing
 
@@ -248,8 +248,8 @@ def cut_chain_ours(base: str, root: str, deltas: list[str], dest: str, endpoint:
     def run() -> None:
         with SnapshotWriter(loader.store, loader.location, "v1", kind="full", side_files=mirror.path) as writer:
             writer.add_checkpoint(mirror.path)
-            writer.finalise([writer.close()])
-        loader.trigger("v1")
+            written = writer.finalise([writer.close()])
+        loader.trigger(written)
 
     return run, nothing
 

@@ -1,4 +1,4 @@
-"""What the bucket says about a snapshot that is hot-loaded again: delta or full, and whether its chain is there."""
+"""What is known of a snapshot in the bucket that is hot-loaded: delta or full, and whether its chain is there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from cwtrain.errors import SnapshotError, StorageNotFoundError, StorageRegionError
+from cwtrain.hotload._writer_receipts import WrittenSnapshot
 from cwtrain.hotload.planning import some
-from cwtrain.models.snapshot import INDEX_NAME, ChainLink
+from cwtrain.models.snapshot import INDEX_NAME, ChainLink, SnapshotKind
+from cwtrain.snapshots.identity import check_identity
 from cwtrain.storage import Location, ObjectStore
 
-__all__ = ["previous_in_bucket", "require_objects"]
+__all__ = ["named", "previous_as_written", "previous_in_bucket", "require_objects"]
 
 _log = logging.getLogger("cwtrain.hotload")
+
+
+def named(snapshot: str | WrittenSnapshot) -> tuple[str, WrittenSnapshot | None]:
+    """Return the identity, and what was written under it where the caller has that. Raises SnapshotError."""
+    if not isinstance(snapshot, WrittenSnapshot):
+        return check_identity(snapshot), None
+    if snapshot.empty:
+        raise SnapshotError(
+            f"{snapshot.identity} is an empty delta on {snapshot.previous_identity}: nothing was uploaded for it, so "
+            "there is nothing to load",
+            hint="skip this version (WrittenSnapshot.empty): the deployment already serves these weights",
+        )
+    return check_identity(snapshot.identity), snapshot
 
 
 def previous_in_bucket(
@@ -45,12 +60,38 @@ def previous_in_bucket(
         ) from error
     if not metadata.get("delta_encoding"):
         if given:
-            raise SnapshotError(
-                f"{location.uri(identity)} is a full snapshot, it applies to no other: not to {given}",
-                hint="leave the predecessor out (--previous-identity)",
-            )
+            raise _applies_to_none(location.uri(identity), given)
         return None
     return given or str(metadata.get("base_version") or "") or None
+
+
+def previous_as_written(written: WrittenSnapshot, location: Location, *, given: str | None) -> str | None:
+    """Return the identity that ``written`` applies to, None for a full snapshot; nothing is asked.
+
+    Raises SnapshotError where it was written to another place than ``location``, or applies to another than ``given``.
+    """
+    if (uri := location.uri(written.identity)) != written.uri:
+        raise SnapshotError(
+            f"{written.uri} was written, and the deployment loads {uri}",
+            hint="give the writer store and location of the loader that triggers (HotLoader.store, HotLoader.location)",
+        )
+    if written.kind is SnapshotKind.FULL:
+        if given:
+            raise _applies_to_none(uri, given)
+        return None
+    if given and given != written.previous_identity:
+        raise SnapshotError(
+            f"{uri} was written as a delta on {written.previous_identity}, not on {given}",
+            hint="leave previous_identity out: what was written says it",
+        )
+    return written.previous_identity
+
+
+def _applies_to_none(uri: str, given: str) -> SnapshotError:
+    return SnapshotError(
+        f"{uri} is a full snapshot, it applies to no other: not to {given}",
+        hint="leave the predecessor out (--previous-identity)",
+    )
 
 
 def require_objects(store: ObjectStore, location: Location, links: Iterable[ChainLink]) -> None:

@@ -24,7 +24,9 @@ from cwtrain.events import (
     SyncStarted,
 )
 from cwtrain.hotload import chain as chains
-from cwtrain.hotload._in_bucket import previous_in_bucket, require_objects
+from cwtrain.hotload._in_bucket import named, previous_as_written, previous_in_bucket, require_objects
+from cwtrain.hotload._mirror_hold import Owner, keeping, owner_of
+from cwtrain.hotload._writer_receipts import WrittenSnapshot
 from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
 from cwtrain.hotload.planning import plan_publish
 from cwtrain.hotload.progress import OnProgress, ProgressEvent
@@ -242,6 +244,9 @@ class HotLoader:
         writes nothing. ``timeout`` (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at
         each step. ``version`` is the trainer's number, for the manifest and the events.
 
+        An open ``WeightMirror`` can be given as ``checkpoint``: the chain is cut. Nothing is copied, and as nobody else
+        can write to it, its shards are read once; what would change it waits until they are sent.
+
         Raises SnapshotLayoutError with all problems of the directory, SnapshotChainError for a predecessor that this
         deployment has not completed or a chain that is too long, SnapshotConflictError when the identity holds other
         content, StorageError naming a refused permission, DeploymentFailedError, HotLoadFailedError with the replicas'
@@ -251,7 +256,9 @@ class HotLoader:
         check_identity(identity)
         policy = member(PromptCachePolicy, prompt_cache_policy, "prompt_cache_policy")
         started = self._clock()
-        snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
+        owner = owner_of(checkpoint)
+        with keeping(owner):
+            snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
         inspected = self._clock() - started
         if not dry_run:
             self._wait_until_ready(limit)
@@ -295,7 +302,15 @@ class HotLoader:
                     run_id=self.run_id,
                 )
             )
-            report = self._upload(snapshot, identity, workers=workers, on_progress=on_progress, version=version)
+            report = self._upload(
+                snapshot,
+                identity,
+                workers=workers,
+                on_progress=on_progress,
+                version=version,
+                free=not plan.existing,
+                owner=owner,
+            )
             hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
         except CWTrainError as error:
             self.plugins.notify(SyncFailed(error=error, identity=identity, version=version, run_id=self.run_id))
@@ -347,12 +362,14 @@ class HotLoader:
         on_progress: OnProgress | None = None,
     ) -> str:
         """Upload ``checkpoint`` as ``identity`` without a hot-load and return its ``s3://`` URI."""
-        snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
-        return self._upload(snapshot, identity, workers=workers, on_progress=on_progress).uri
+        owner = owner_of(checkpoint)
+        with keeping(owner):
+            snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
+        return self._upload(snapshot, identity, workers=workers, on_progress=on_progress, owner=owner).uri
 
     def trigger(
         self,
-        identity: str,
+        identity: str | WrittenSnapshot,
         *,
         previous_identity: str | None = None,
         prompt_cache_policy: PromptCachePolicy = PromptCachePolicy.UNSPECIFIED,
@@ -362,21 +379,20 @@ class HotLoader:
     ) -> HotLoad:
         """Hot-load a snapshot that is in the bucket and return the hot-load, COMPLETED if waited for.
 
-        Whether it is a delta, and on what, is read from its index in the bucket; ``previous_identity`` names another
-        predecessor, and is refused for a full snapshot.
+        Of an identity, its index in the bucket says whether it is a delta, and on what; ``previous_identity`` names
+        another predecessor, and is refused for a full snapshot. Of what ``SnapshotWriter.finalise`` returned all that
+        is known, and nothing is read back: ``previous_identity`` must agree, and an empty delta is refused.
         An unfinished hot-load of the deployment is waited for first. Raises as ``publish`` does.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
-        check_identity(identity)
+        name, written = named(identity)
         policy = member(PromptCachePolicy, prompt_cache_policy, "prompt_cache_policy")
         self._wait_until_ready(limit)
-        previous = previous_in_bucket(lambda: self.store, self.location, identity, given=previous_identity)
-        work = Work(
-            identity,
-            SnapshotType.INCREMENTAL if previous else SnapshotType.FULL,
-            previous,
-            policy,
-        )
+        if written is not None:
+            previous = previous_as_written(written, self.location, given=previous_identity)
+        else:
+            previous = previous_in_bucket(lambda: self.store, self.location, name, given=previous_identity)
+        work = Work(name, SnapshotType.INCREMENTAL if previous else SnapshotType.FULL, previous, policy)
         return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
 
     def rollback(
@@ -480,6 +496,8 @@ class HotLoader:
         workers: int,
         on_progress: OnProgress | None,
         version: int | None = None,
+        free: bool = False,
+        owner: Owner | None = None,
     ) -> UploadReport:
         def tell(progress: UploadProgress) -> None:
             if on_progress is not None:
@@ -496,6 +514,8 @@ class HotLoader:
             run_id=self.run_id,
             version=version,
             max_bytes_per_second=self.max_bytes_per_second,
+            free=free,
+            owner=owner,
         )
         self.plugins.notify(
             SnapshotUploaded(

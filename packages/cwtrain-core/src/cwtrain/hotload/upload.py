@@ -73,10 +73,12 @@ def upload_with_manifest(
     run_id: str | None = None,
     version: int | None = None,
     max_bytes_per_second: float | None = None,
+    free: bool = False,
 ) -> UploadReport:
     """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there.
 
-    ``version`` is the trainer's number for the manifest; a delta's own index has one too.
+    ``version`` is the trainer's number for the manifest; a delta's own index has one too. ``free`` as for
+    ``upload_objects``.
 
     Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
     """
@@ -109,6 +111,7 @@ def upload_with_manifest(
         run_id=run_id,
         before_index=write_manifest,
         max_bytes_per_second=max_bytes_per_second,
+        free=free,
     )
 
 

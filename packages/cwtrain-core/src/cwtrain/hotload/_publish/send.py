@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,7 +25,9 @@ from cwtrain.errors import (
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._plugin import PUBLISH
 from cwtrain.hotload._publish.decide import reload_first
+from cwtrain.hotload._writer_receipts import WrittenSnapshot
 from cwtrain.hotload.loader import HotLoader
+from cwtrain.hotload.mirror import WeightMirror
 from cwtrain.hotload.progress import OnProgress, ProgressEvent
 from cwtrain.infra._retry import is_retryable
 from cwtrain.infra._status import retry_floor
@@ -157,23 +160,30 @@ class Sender:
         version: int | None,
         wait: bool,
         budget: Budget,
-        uploaded: bool = False,
+        written: WrittenSnapshot | None = None,
+        mirror: WeightMirror | None = None,
     ) -> HotLoad:
         """Have ``request`` done, by a plugin or by core, and return the hot-load as the service has it.
 
-        With ``wait`` it is COMPLETED. ``uploaded``: the snapshot is in the bucket already, ``request.path`` says where.
+        With ``wait`` it is COMPLETED. ``written``: the snapshot that is in the bucket already, ``request.path`` says
+        where. ``mirror`` is the open one whose directory ``request.path`` is.
         Raises what ``HotLoader.publish`` raises.
         """
         done: list[HotLoad] = []
 
         def core(asked: WeightSyncRequest) -> WeightSyncResult:
             started = self.clock()
-            if uploaded:
+            if written is not None:
+                same = (asked.identity, asked.previous_identity) == (written.identity, written.previous_identity)
                 hot_load = self.trigger(
-                    asked.identity, previous_identity=asked.previous_identity, wait=wait, budget=budget
+                    written if same else asked.identity,  # a plugin may ask for another one
+                    previous_identity=asked.previous_identity,
+                    wait=wait,
+                    budget=budget,
                 )
             else:
-                hot_load = self._publish(asked, version=version, wait=wait, budget=budget)
+                own = mirror if asked.path == request.path else None
+                hot_load = self._publish(asked, own or asked.path, version=version, wait=wait, budget=budget)
             done.append(hot_load)
             return WeightSyncResult(identity=hot_load.identity, hot_load_id=hot_load.id, seconds=self.clock() - started)
 
@@ -183,12 +193,15 @@ class Sender:
             return done[-1]
         return self._done_by_plugin(request, result, wait=wait, budget=budget)
 
-    def trigger(self, identity: str, *, previous_identity: str | None, wait: bool, budget: Budget) -> HotLoad:
-        """Hot-load what is in the bucket already, and return the hot-load."""
+    def trigger(
+        self, snapshot: str | WrittenSnapshot, *, previous_identity: str | None, wait: bool, budget: Budget
+    ) -> HotLoad:
+        """Hot-load what is in the bucket already, an identity or what was written under it; return the hot-load."""
+        identity = snapshot.identity if isinstance(snapshot, WrittenSnapshot) else snapshot
 
         def attempt() -> HotLoad:
             return self.loader.trigger(
-                identity,
+                snapshot,
                 previous_identity=previous_identity,
                 prompt_cache_policy=self.settings.prompt_cache_policy,
                 wait=wait,
@@ -198,11 +211,19 @@ class Sender:
 
         return self._chained(attempt, previous_identity, budget, f"hot-loading {identity}")
 
-    def _publish(self, request: WeightSyncRequest, *, version: int | None, wait: bool, budget: Budget) -> HotLoad:
+    def _publish(
+        self,
+        request: WeightSyncRequest,
+        checkpoint: str | os.PathLike[str],
+        *,
+        version: int | None,
+        wait: bool,
+        budget: Budget,
+    ) -> HotLoad:
         def attempt() -> HotLoad:
             budget.check(f"about to publish {request.identity}")
             return self.loader.publish(
-                request.path,
+                checkpoint,
                 request.identity,
                 previous_identity=request.previous_identity,
                 prompt_cache_policy=self.settings.prompt_cache_policy,

@@ -150,7 +150,7 @@ class TensorFeed:
         )
         wait = numbered.settings.wait
         try:
-            hot_load = numbered.sender.publish(request, version=plan.number, wait=wait, budget=budget, uploaded=True)
+            hot_load = numbered.sender.publish(request, version=plan.number, wait=wait, budget=budget, written=written)
         except HotLoadError as error:
             if ended_badly(error):
                 journal.save(journal.state.failed())
