@@ -62,7 +62,8 @@ ENVIRONMENT_HEAD = """# Environment variables
 
 An argument or option wins over a variable, a variable over the default. Blank means unset. Where a setting has several
 variables, the first that is set wins. All problems are reported at once, each with the variable's name and meaning.
-`cwtrain doctor` shows every setting and where it came from, with secrets masked.
+`cwtrain doctor` shows every setting and where it came from, with secrets masked, and names variables that look like
+settings and are none.
 """
 
 HOOKS_HEAD = """# Hooks
@@ -113,8 +114,7 @@ SECTIONS = (
         "cwtrain.config",
         "HotLoadConfig",
         "Hot-loads of a trainer",
-        "`python -m cwtrain.integrations.preflight` checks them. The adapters of this version do not bring the hooks that "
-        "act on them yet. A `CWTRAIN_HOTLOAD_*` variable that is not in the table is warned about, with the nearest name.",
+        "`python -m cwtrain.integrations.preflight` checks them. A `CWTRAIN_HOTLOAD_*` variable that is not in the table is warned about, with the nearest name.",
     ),
     ("cwtrain.config", "PluginConfig", "Plugins", ""),
     ("cwtrain_rollout", "RolloutConfig", "Rollouts", "Read by `cwtrain_rollout`."),

@@ -106,6 +106,32 @@ def test_plugins_list_shows_what_is_broken_and_doctor_too(env):
     assert any("rotten" in problem for problem in problems)
 
 
+SETTINGS = """
+from cwtrain.config import Setting, SettingValue
+from cwtrain.plugins import hookimpl
+@hookimpl
+def cwtrain_register_settings():
+    size = Setting(field="size", variables=("CWTRAIN_EXTRA_SIZE",), help="how big", default="1")
+    return [SettingValue(setting=size, value="1", source="default")]
+"""
+
+
+def test_doctor_shows_the_settings_of_plugins_and_the_variables_that_are_none(tmp_path):
+    install(tmp_path, "extra", SETTINGS)
+    env = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
+        "COREWEAVE_API_URL": "http://127.0.0.1:9",
+        "CWTRAIN_EXTRA_COLOUR": "red",
+        "CWTRAIN_STRANGER_COLOUR": "red",
+    }
+    report = program("doctor", env=env).data
+    assert {"variables": ["CWTRAIN_EXTRA_SIZE"], "value": "1", "source": "default"} in report["settings"]
+    told = [problem for problem in report["problems"] if "COLOUR" in problem]
+    assert told == ["CWTRAIN_EXTRA_COLOUR is no setting of what is installed here and has no effect: unset it"]
+    broken = program("doctor", env={**env, "CWTRAIN_STRICT_PLUGINS": "maybe"}).data
+    assert any("CWTRAIN_STRICT_PLUGINS" in problem for problem in broken["problems"])
+
+
 def test_traced_calls_are_on_standard_error(env):
     done = program("extra", env={**env, "CWTRAIN_TRACE_PLUGINS": "1"})
     assert "cwtrain_register_commands(cli=Group) -> extra" in done.err

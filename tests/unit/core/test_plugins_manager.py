@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from cwtrain.config import PluginConfig
+from cwtrain.config import PluginConfig, Setting, SettingValue
 from cwtrain.errors import PluginConflictError, PluginError, PluginLoadError
 from cwtrain.events import RolloutRetried, SyncSkipped, WeightsWritten, WriteMode
 from cwtrain.models.snapshot import Chain, PublishPlan, SnapshotKind
@@ -57,7 +57,7 @@ def test_every_spec_has_a_kind_and_a_docstring():
     assert names == set(KINDS)
     assert all(getattr(specs, name).__doc__ for name in names)
     assert {kind: sum(1 for one in KINDS.values() if one is kind) for kind in HookKind} == {
-        HookKind.REGISTER: 3,
+        HookKind.REGISTER: 4,
         HookKind.CHOOSE: 3,
         HookKind.GUARD: 1,
         HookKind.OBSERVE: 3,
@@ -295,6 +295,17 @@ def test_a_rollout_backend_is_found_by_name_or_the_names_are_told():
     assert plugins.rollout_backend("http") is backend
     with pytest.raises(PluginError, match="'grpc'; there are: http"):
         plugins.rollout_backend("grpc")
+
+
+def test_settings_of_plugins_are_put_together_and_one_that_gives_something_else_is_marked_broken(caplog):
+    value = SettingValue(
+        setting=Setting(field="size", variables=("MY_SIZE",), help="how big", default="1"), value="1", source="default"
+    )
+    plugins = Plugins()
+    plugins.register(plugin(cwtrain_register_settings=lambda: [value]), name="one")
+    plugins.register(plugin(cwtrain_register_settings=lambda: {"MY_SIZE": 1}), name="two")
+    assert plugins.settings() == (value,)
+    assert [(broken.name, broken.where) for broken in plugins.broken] == [("two", "cwtrain_register_settings")]
 
 
 def test_commands_are_merged_core_keeps_its_own_and_a_shared_name_fails_naming_both():

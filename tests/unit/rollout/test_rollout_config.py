@@ -12,6 +12,7 @@ from cwtrain.config._env import env_vars
 from cwtrain.errors import ConfigError
 from cwtrain_rollout import RolloutConfig
 from cwtrain_rollout.config import PREFIX
+from helpers.run_cli import run
 
 REQUIRED = {"CWTRAIN_ROLLOUT_BASE_URL": "http://frontend:8000", "CWTRAIN_ROLLOUT_MODEL": "policy"}
 KEY = "sk-very-secret-0123456789"
@@ -254,3 +255,28 @@ def test_the_package_docstring_lists_every_variable_with_its_meaning() -> None:
             shown = str(int(default)) if isinstance(default, bool | float) else str(default)
             assert line.endswith(f"({shown})"), field
     assert sum(line.startswith(PREFIX) for line in lines) == len(env_vars(RolloutConfig))
+
+
+def test_doctor_shows_what_the_sampler_reads_and_names_what_it_does_not() -> None:
+    """The settings of the sampler were not in the report, and a misspelled one was nowhere."""
+    given = {
+        "API_KEY": KEY,
+        "TIMEOUT": "-3",
+        "MODEL": "policy",
+        "BASEURL": "http://frontend:8000",
+        "FLAVOUR_OF_THE_DAY": "lime",
+    }
+    env = {f"{PREFIX}{name}": value for name, value in given.items()}
+    done = run("doctor", env={"COREWEAVE_API_URL": "http://127.0.0.1:9", "CWTRAIN_HOTLAOD_WAIT": "0", **env})
+    assert done.code == 0, done.err
+    assert KEY not in done.out + done.err
+    rows = {row["variables"][0]: row for row in done.data["settings"]}
+    assert {name for var in env_vars(RolloutConfig).values() for name in var.names[:1]} <= rows.keys()
+    assert rows[f"{PREFIX}MODEL"] == {"variables": [f"{PREFIX}MODEL"], "value": "policy", "source": f"{PREFIX}MODEL"}
+    assert rows[f"{PREFIX}API_KEY"]["source"] == f"{PREFIX}API_KEY"
+    assert rows[f"{PREFIX}BASE_URL"]["source"] == "unset"
+    told = "\n".join(done.data["problems"])
+    assert f"{PREFIX}TIMEOUT='-3' must be" in told
+    assert f"{PREFIX}BASEURL is no setting and has no effect; did you mean {PREFIX}BASE_URL?" in told
+    assert f"{PREFIX}FLAVOUR_OF_THE_DAY is no setting of what is installed here" in told
+    assert "CWTRAIN_HOTLAOD_WAIT is no setting and has no effect; did you mean CWTRAIN_HOTLOAD_WAIT?" in told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from cwtrain.plugins import hookimpl
@@ -10,6 +10,7 @@ from cwtrain.plugins import hookimpl
 if TYPE_CHECKING:
     import click
 
+    from cwtrain.config import SettingValue
     from cwtrain.models.sync import RolloutBackendFactory
 
 
@@ -35,6 +36,15 @@ def cwtrain_register_commands(cli: click.Group) -> None:
     from cwtrain_rollout.command import rollout
 
     cli.add_command(rollout)
+
+
+@hookimpl
+def cwtrain_register_settings() -> Iterable[SettingValue]:
+    """Show what the sampler reads from the environment, ``CWTRAIN_ROLLOUT_*``."""
+    from cwtrain.config import located
+    from cwtrain_rollout.config import RolloutConfig
+
+    return located(RolloutConfig)
 
 
 def _maker(name: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,9 @@ _LIBRARIES = (
     "stamina",
     "zstandard",
 )
+_OURS = "CWTRAIN_"
+_NEAR = 0.8
+"""How like a setting's name a variable's must be to be taken for it misspelled, from 0 to 1."""
 _SECONDS = 10.0
 """What one question to the API may take: a report is wanted now, also while nothing answers."""
 _SKEW_SECONDS = 60.0
@@ -38,9 +42,10 @@ _SKEW_SECONDS = 60.0
 def doctor(ctx: Context) -> None:
     """Report what is installed, set and reachable.
 
-    That is versions, plugins, every setting with its source (secrets masked), the API's endpoint and clock, the object
-    store, and the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment. What is wrong stands in "problems" and
-    on standard error; the exit code says only that the report was made.
+    That is versions, plugins, every setting of core and of plugins with its source (secrets masked), the API's endpoint
+    and clock, the object store, and the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment. What is wrong
+    stands in "problems" and on standard error, variables that look like settings and are none among it; the exit code
+    says only that the report was made.
     """
     settings = list(_settings(ctx))
     endpoint, clock = _endpoint(ctx)
@@ -91,15 +96,45 @@ def _plugins() -> list[dict[str, Any]] | dict[str, str]:
 
 def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
     from cwtrain.config import CONFIGS, ApiConfig, located
+    from cwtrain.errors import CWTrainError
+    from cwtrain.plugins import get_plugins
 
-    for config in CONFIGS:
-        for item in located(config, overrides=ctx.overrides() if config is ApiConfig else {}):
-            yield {
-                "variables": list(item.setting.variables),
-                "value": item.value,
-                "source": item.source,
-                **({"problem": item.problem} if item.problem else {}),
-            }
+    found = [
+        item for config in CONFIGS for item in located(config, overrides=ctx.overrides() if config is ApiConfig else {})
+    ]
+    try:
+        found += get_plugins().settings()
+    except CWTrainError:  # told with the plugins
+        pass
+    for item in found:
+        yield {
+            "variables": list(item.setting.variables),
+            "value": item.value,
+            "source": item.source,
+            **({"problem": item.problem} if item.problem else {}),
+        }
+
+
+def _unknown(settings: Iterable[dict[str, Any]], environ: Iterable[str]) -> Iterator[str]:
+    """Return what to say of variables that look like settings and are none.
+
+    Those of an area that has settings (``CWTRAIN_HOTLOAD_``), and others of ours that are nearly a setting.
+    """
+    known = {name for setting in settings for name in setting["variables"] if name.startswith(_OURS)}
+    areas = {_area(name) for name in known}
+    for name in sorted(set(environ) - known):
+        if not name.startswith(_OURS):
+            continue
+        near = difflib.get_close_matches(name, sorted(known), 1, cutoff=_NEAR)
+        if near:
+            yield f"{name} is no setting and has no effect; did you mean {near[0]}?"
+        elif _area(name) in areas:
+            yield f"{name} is no setting of what is installed here and has no effect: unset it"
+
+
+def _area(name: str) -> str:
+    """Return the first two words of a variable's name, as in ``CWTRAIN_HOTLOAD_``."""
+    return "_".join(name.split("_")[:2]) + "_"
 
 
 def _endpoint(ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,6 +214,7 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
             for problem in row["problems"]:
                 yield f"plugin {row['name']}: {problem}"
     yield from (setting["problem"] for setting in report["settings"] if "problem" in setting)
+    yield from _unknown(report["settings"], os.environ)
     endpoint = report["endpoint"]
     if endpoint["reachable"] is False:
         yield endpoint["error"]

@@ -36,6 +36,7 @@ from cwtrain.plugins._trace import trace_after, trace_before
 if TYPE_CHECKING:
     import click
 
+    from cwtrain.config import SettingValue
     from cwtrain.events import AnyEvent, WeightsWritten
     from cwtrain.models.snapshot import Chain, PublishPlan
     from cwtrain.models.sync import (
@@ -225,6 +226,12 @@ class Plugins:
                 hint="install the distribution that brings it, and look at: cwtrain plugins list",
             )
         return backends[name]
+
+    def settings(self) -> tuple[SettingValue, ...]:
+        """Return the settings that plugins read from the environment, as they stand."""
+        from cwtrain.config import SettingValue
+
+        return tuple(item for _, item in self._collect("cwtrain_register_settings", SettingValue))
 
     def register_commands(self, group: click.Group, *, reserved: Collection[str] = ()) -> dict[str, str]:
         """Add the plugins' commands to ``group`` and return the name of the plugin behind each.

@@ -23,6 +23,7 @@ import pluggy
 if TYPE_CHECKING:
     import click
 
+    from cwtrain.config import SettingValue
     from cwtrain.events import RolloutEvent, WeightsWritten, WeightSyncEvent
     from cwtrain.models.snapshot import Chain, PublishPlan
     from cwtrain.models.sync import (
@@ -44,6 +45,7 @@ __all__ = [
     "cwtrain_register_commands",
     "cwtrain_register_integration",
     "cwtrain_register_rollout_backend",
+    "cwtrain_register_settings",
     "cwtrain_rollout_backend",
     "cwtrain_sync_weights",
     "cwtrain_weight_sync",
@@ -72,6 +74,7 @@ KINDS: Final[Mapping[str, HookKind]] = {
     "cwtrain_register_integration": HookKind.REGISTER,
     "cwtrain_register_rollout_backend": HookKind.REGISTER,
     "cwtrain_register_commands": HookKind.REGISTER,
+    "cwtrain_register_settings": HookKind.REGISTER,
     "cwtrain_name_snapshot": HookKind.CHOOSE,
     "cwtrain_choose_snapshot": HookKind.CHOOSE,
     "cwtrain_sync_weights": HookKind.CHOOSE,
@@ -101,6 +104,15 @@ def cwtrain_register_commands(cli: click.Group) -> None:
     """Add commands to ``cli``, an empty group of the plugin's own whose commands are then offered beside core's.
 
     Asked only for ``cwtrain --help`` and for a command that core does not know. Import what a command needs inside it.
+    """
+
+
+@hookspec
+def cwtrain_register_settings() -> Iterable[SettingValue]:  # type: ignore[empty-body]
+    """Return the settings that this distribution reads from the environment, as they stand, secrets masked.
+
+    Asked by ``cwtrain doctor``, which shows them beside core's own. A variable that is set, shares its first two words
+    (``CWTRAIN_ROLLOUT_``) with a setting and is none is told as a mistake.
     """
 
 
