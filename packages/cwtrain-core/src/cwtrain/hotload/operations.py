@@ -90,7 +90,7 @@ class HotLoadOperations:
             )
         )
         if wait:
-            hot_load = self.follow(hot_load.id, deadline=deadline, on_progress=on_progress)
+            hot_load = self.follow(hot_load.id, deadline=deadline, on_progress=on_progress, known=hot_load)
         return attrs.evolve(hot_load, timings={**hot_load.timings, "accept_seconds": accepted})
 
     def _request(self, work: Work, deadline: Deadline, on_progress: OnProgress | None) -> HotLoad:
@@ -146,11 +146,16 @@ class HotLoadOperations:
             replicas=replicas,
         )
 
-    def follow(self, hot_load_id: str, *, deadline: Deadline, on_progress: OnProgress | None) -> HotLoad:
-        """Return the hot-load once it is COMPLETED; raise what became of it otherwise. See ``HotLoader.wait``."""
+    def follow(
+        self, hot_load_id: str, *, deadline: Deadline, on_progress: OnProgress | None, known: HotLoad | None = None
+    ) -> HotLoad:
+        """Return the hot-load once it is COMPLETED; raise what became of it otherwise. See ``HotLoader.wait``.
+
+        ``known`` is what the service has just said of it: one that has ended is not asked for again.
+        """
         teller = _Teller(self, on_progress)
         try:
-            hot_load, replicas = self._poll(hot_load_id, deadline, teller)
+            hot_load, replicas = self._poll(hot_load_id, deadline, teller, known)
         except WaitTimeoutError as error:
             raise HotLoadTimeoutError(
                 f"hot-load {hot_load_id} did not finish within {deadline.seconds:g} s and goes on; "
@@ -178,11 +183,11 @@ class HotLoadOperations:
                 hint=f"follow it with `cwtrain hotload wait {other.id}`, then run the same command again",
             ) from error
 
-    def _poll(self, hot_load_id: str, deadline: Deadline, teller: _Teller) -> _Seen:
+    def _poll(self, hot_load_id: str, deadline: Deadline, teller: _Teller, known: HotLoad | None = None) -> _Seen:
         def fetch() -> _Seen:
             try:
                 client = self.client.within(max(deadline.left(), self.poll_interval))
-                return self._look(client, hot_load_id, must_live=not teller.waiting_on)
+                return self._look(client, hot_load_id, known, must_live=not teller.waiting_on)
             except (TransportError, APIError) as error:
                 if is_retryable(error):
                     teller.outage(str(error))
@@ -200,8 +205,8 @@ class HotLoadOperations:
             sleep=self.sleep,
         )
 
-    def _look(self, client: InferenceClient, hot_load_id: str, *, must_live: bool) -> _Seen:
-        hot_load = client.get_hot_load(hot_load_id)
+    def _look(self, client: InferenceClient, hot_load_id: str, known: HotLoad | None, *, must_live: bool) -> _Seen:
+        hot_load = known if known is not None and known.state.terminal else client.get_hot_load(hot_load_id)
         replicas: tuple[HotLoadReplica, ...] = ()
         try:
             replicas = tuple(client.list_hot_load_replicas(hot_load_id))

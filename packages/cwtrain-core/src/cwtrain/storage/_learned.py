@@ -11,8 +11,13 @@ from collections.abc import Callable
 
 from cwtrain.storage.store import ObjectStore
 
-__all__ = ["Learned", "learned_of"]
+__all__ = ["PARTS", "PUT", "Learned", "learned_of"]
 
+PUT = "put"
+"""The way of an object that goes by one PUT of a stream, be it a file or memory: what is sent around its bytes depends
+on the client alone."""
+PARTS = "parts"
+"""The way of an object that goes in parts."""
 _HOUR_SECONDS = 3600.0
 
 

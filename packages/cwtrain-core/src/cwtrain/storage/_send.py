@@ -18,7 +18,7 @@ from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._buffers import Buffers
 from cwtrain.storage._crew import Crew, run_all
-from cwtrain.storage._learned import learned_of
+from cwtrain.storage._learned import PUT, learned_of
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
 from cwtrain.storage._open_uploads import UploadRecord, abort_quietly
@@ -34,7 +34,6 @@ _log = logging.getLogger("cwtrain.storage")
 _MIB = 1 << 20
 _MOST_PARTS = 10_000
 _ABORT_SECONDS = 10.0
-_WAY = "file, put"
 
 
 @attrs.frozen(kw_only=True)
@@ -227,11 +226,11 @@ class Sender:
         ``looked``: it was compared already.
         """
         whole = transfer.torn is None and transfer.file.size_bytes <= self._sizes.multipart_above_bytes
-        sure = whole and self._learned.conditional and self._once.conditional and self._learned.keeps(_WAY)
+        sure = whole and self._learned.conditional and self._once.conditional and self._learned.keeps(PUT)
         if not (looked or sure):
             self._look(transfer)
             if whole:
-                self._learned.kept(_WAY, transfer.file.size_bytes)
+                self._learned.kept(PUT, transfer.file.size_bytes)
         transfer.source.close()
         with self._crew.changed:
             self.done += 1

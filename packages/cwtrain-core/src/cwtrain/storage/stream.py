@@ -27,7 +27,7 @@ from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.storage._buffers import fresh
 from cwtrain.storage._crew import run_all
 from cwtrain.storage._hands import Hands
-from cwtrain.storage._learned import learned_of
+from cwtrain.storage._learned import PARTS, PUT, learned_of
 from cwtrain.storage._memory_body import MemoryBody
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
@@ -275,7 +275,7 @@ class StreamUpload:
         once is remembered for the store, also for the uploads after this one. ``looked``: it was compared already.
         """
         learned = learned_of(self.store)
-        way = "streamed, parts" if one.in_parts else "streamed, put"
+        way = PARTS if one.in_parts else PUT
         if not looked and (sha256 is None or not learned.keeps(way)):
             self._compare(one)
             learned.kept(way, one.size_bytes)
