@@ -237,21 +237,12 @@ def cut_chain_peer(base: str, root: str, deltas: list[str], dest: str, endpoint:
 
 
 def cut_chain_ours(base: str, root: str, deltas: list[str], dest: str, endpoint: str, api: str) -> Operation:
-    """Stream a mirror that followed the deltas: it is a full snapshot, and nothing is written to `dest`."""
-    from cwtrain.hotload import SnapshotWriter
-
+    """Publish a mirror that followed the deltas: it is a full snapshot, and nothing is written to `dest`."""
     mirror = make_mirror(base, root)
     for delta in deltas:
         mirror.apply_delta(delta)
     loader = loader_for(endpoint, api)
-
-    def run() -> None:
-        with SnapshotWriter(loader.store, loader.location, "v1", kind="full", side_files=mirror.path) as writer:
-            writer.add_checkpoint(mirror.path)
-            written = writer.finalise([writer.close()])
-        loader.trigger(written)
-
-    return run, nothing
+    return lambda: loader.publish(mirror, identity="v1"), nothing
 
 
 def stream_delta(size_mib: int, first: int, endpoint: str, api: str) -> Operation:

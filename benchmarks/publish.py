@@ -105,7 +105,7 @@ def rows(bench: Any, row: Callable[..., Any], warm: Callable[..., None], tell: C
         return dict(cost)
 
     found = row("chain cut (rebuild + publish full)", at_least=2.5, verified="fetched and compared")
-    found.note = "the peer: the mirror's write_full_snapshot, then publish; ours: the mirror is streamed as it lies"
+    found.note = "the peer: the mirror's write_full_snapshot, then publish; ours: the mirror is published as it lies"
     yield bench.interleave(found, cut)
     yield from streaming(bench, row, tell)
 

@@ -8,13 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 
-from cwtrain.errors import MirrorDamagedError, MirrorError, MirrorMissingError, SnapshotChainError, SnapshotError
+from cwtrain.errors import (
+    MirrorDamagedError,
+    MirrorError,
+    MirrorMissingError,
+    SnapshotChainError,
+    SnapshotChangedError,
+    SnapshotError,
+)
 from cwtrain.hotload._mirror_disk import Disk
 from cwtrain.hotload._mirror_files import REBUILD, Layout, Shard, read_shard
+from cwtrain.hotload._mirror_hold import Hold
 from cwtrain.hotload._mirror_lock import MirrorLock
 from cwtrain.hotload._mirror_slots import SlotWriter, missing_bytes
 from cwtrain.hotload._mirror_state import State, load_state, save_state
@@ -119,6 +128,27 @@ class MirrorCore:
                 f"{self._layout.root}: the mirror is damaged: {len(wrong)} tensors have not the bytes of version "
                 f"{self.version} ({shown})",
                 hint=REBUILD,
+            )
+
+    @contextmanager
+    def hold(self) -> Iterator[Hold]:
+        """Keep the mirror at its version until the end: what would change it, in other threads, waits.
+
+        ``HotLoader.publish(mirror, ...)`` does so by itself.
+        """
+        with self._mutex:
+            self._check_usable()
+            yield Hold(frozenset(self._shards), partial(self._check_held, self._state))
+
+    def _check_held(self, state: State) -> None:
+        """Raise SnapshotChangedError unless ``state`` is what the mirror holds, here and on the disk."""
+        self._check_usable()
+        if self._state != state or load_state(self._layout.state) != state:
+            raise SnapshotChangedError(
+                f"{self._layout.root}: the mirror changed while it was uploaded, although it was locked",
+                file=self._layout.root,
+                hint="see that only one process works with it, and that its file system keeps locks; then publish "
+                "again under a new identity",
             )
 
     def _recover(self) -> tuple[State, dict[str, Shard]]:

@@ -4,7 +4,7 @@
 
     with WeightMirror.create("/ckpt/base", "/scratch/mirror") as mirror:
         mirror.apply_delta("/ckpt/weight_v000001")      # checks every changed tensor
-        inspect_snapshot(mirror.path, verify="full")    # the chain can be cut here: publish mirror.path
+        loader.publish(mirror, identity="run-7-full")   # the chain is cut here: an upload, with no copy before it
 
 It survives being killed at any instant, at the old or the new version. How, and what it costs in disk, is told in
 ``docs/explanation/mirror.md``.
@@ -129,6 +129,10 @@ class WeightMirror(MirrorCore):
 
     def __repr__(self) -> str:
         return f"WeightMirror({self._layout.root!r}, version={self.version!r})"
+
+    def __fspath__(self) -> str:
+        """Return ``path``: an open mirror can be given where a checkpoint's directory is asked for."""
+        return self._layout.root
 
     @property
     def path(self) -> Path:

@@ -52,6 +52,8 @@ class SnapshotFile:
     sha256: str | None = None
     """SHA-256 of the object's bytes in lower-case hex, where its writer recorded it for the file as described here
     (same size, ``mtime_ns`` and ``inode``). It saves a read; the bytes that are sent must still come to it."""
+    held: bool = False
+    """The file's owner sees to it that nobody writes to it until it is sent: then it need not be hashed twice."""
 
 
 @attrs.frozen(kw_only=True)

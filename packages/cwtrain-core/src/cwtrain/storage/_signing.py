@@ -2,7 +2,7 @@
 
 Over plain http nothing else vouches for the bytes, so a single PUT is signed over the SHA-256 of its body: the store
 then refuses other bytes. It costs nothing, because the hash is known when the request is made; botocore alone would
-read the body once more for it.
+read the body once more for it. Over https a body asks for it (``signed``) that nobody hashes while it is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class _KnownBodyAuth(S3SigV4Auth):  # type: ignore[misc]
         known = getattr(request.body, "sha256", None)
         if known is None or self._is_streaming_checksum_payload(request):
             return str(super().payload(request))
-        if request.url.startswith("http://") or self._should_sha256_sign_payload(request):
+        asked = request.url.startswith("http://") or getattr(request.body, "signed", False)
+        if asked or self._should_sha256_sign_payload(request):
             return str(known)
         return str(super().payload(request))
 

@@ -5,12 +5,14 @@ only its last step, ``http_session.send``, is taken over, and only for a PUT who
 (``blocks()``). So credentials are asked for at every attempt, a repeated request is signed anew, retries and their
 jitter are botocore's, and a header that an event handler adds (server-side encryption, say) is sent like any other.
 
-What is saved is the way of the bytes: no copies between small reads, one system call for a megabyte.
+What is saved is the way of the bytes: no copies between small reads, one system call for a megabyte. Where a body says
+which places of a file it is made of (``spans()``) and there is no TLS, the kernel sends them, and they are not copied.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -36,6 +38,8 @@ from botocore.exceptions import (
 )
 from botocore.httpsession import get_cert_path
 
+from cwtrain.storage._part_bodies import FileSpan
+
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
 
@@ -50,6 +54,9 @@ _MAX_BODY_BYTES = 16 << 20
 _SMALL_BODY = 64 << 10
 _RECEIVE = 64 << 10
 _CONTINUE = b"HTTP/1.1 100"
+_MOST_READ = 1 << 20
+_NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system or a kernel answers that cannot do it."""
 
 
 def send_with_own_sockets(client: S3Client) -> bool:
@@ -269,11 +276,14 @@ class _Connection:
         whole = False
         sent = 0
         try:
-            for block in request.body.blocks():
+            for piece in self._pieces(request.body):
                 if self._answered():
                     break
-                self._send(block)
-                sent += len(block)
+                if isinstance(piece, FileSpan):
+                    self._send_span(piece, read_timeout)
+                else:
+                    self._send(piece)
+                sent += len(piece)
             else:
                 whole = True
         except (BrokenPipeError, ConnectionResetError):
@@ -320,6 +330,34 @@ class _Connection:
         view = memoryview(data)
         while view:
             view = view[self._sock.send(view) :]
+
+    def _pieces(self, body: Any) -> Iterator[FileSpan | memoryview]:
+        spans = hasattr(body, "spans") and not isinstance(self._sock, ssl.SSLSocket)
+        return body.spans() if spans else body.blocks()  # type: ignore[no-any-return]
+
+    def _send_span(self, span: FileSpan, timeout: float | None) -> None:
+        at, end = span.offset, span.offset + span.size
+        while at < end:
+            try:
+                count = os.sendfile(self._sock.fileno(), span.fd, at, end - at)
+            except BlockingIOError:
+                self._await_room(timeout)
+                continue
+            except OSError as error:
+                if error.errno not in _NO_SENDFILE:
+                    raise
+                block = os.pread(span.fd, min(end - at, _MOST_READ), at)
+                self._send(block)
+                count = len(block)
+            if not count:
+                raise OSError("the file became shorter while it was sent")
+            at += count
+
+    def _await_room(self, timeout: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError("the server takes no more bytes")
 
     def _receive(self) -> None:
         block = self._sock.recv(_RECEIVE)

@@ -56,6 +56,11 @@ class Follower:
         return self._journal.mirror_path
 
     @property
+    def mirror(self) -> WeightMirror | None:
+        """The mirror, where it is open."""
+        return self._mirror
+
+    @property
     def checksums(self) -> dict[str, str]:
         """Adler-32 of each tensor of the mirror, which must be open."""
         assert self._mirror is not None

@@ -235,9 +235,9 @@ class Numbered:
     ) -> HotLoad:
         """Bring the version into the deployment as decided, and write down how far it got."""
         assert look.number is not None
-        path = followed.path or look.path
+        path, mirror = followed.path or look.path, None
         if decision.choice is SnapshotChoice.FULL and self.follower is not None:
-            path = self.follower.path
+            path, mirror = self.follower.path, self.follower.mirror
         identity = self.identity(look.number, decision, named, budget)
         self.journal.save(
             self.journal.state.began(
@@ -258,7 +258,7 @@ class Numbered:
             timeout=budget.at_most(self.settings.timeout),
         )
         try:
-            hot_load = self.sender.publish(request, version=look.number, wait=wait, budget=budget)
+            hot_load = self.sender.publish(request, version=look.number, wait=wait, budget=budget, mirror=mirror)
         except HotLoadError as error:
             if ended_badly(error):
                 self.journal.save(self.journal.state.failed())
