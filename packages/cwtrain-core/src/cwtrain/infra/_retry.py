@@ -78,8 +78,15 @@ class RetryPolicy:
         The error that is raised says how often and how long it was tried, and why no longer.
         """
         run = _Run(self)
+        try:
+            return attempt()
+        except Exception as error:  # noqa: BLE001 - raised again below, as the first of the tries
+            failed = [error]
 
+        # Made only now: most calls succeed at once, and this costs more than all else that we do about a call.
         def one_try() -> T:  # of our own module, by which stamina's lines about it are known
+            if failed:
+                raise failed.pop()
             return attempt()
 
         try:

@@ -5,6 +5,7 @@ Every decision about how the bucket is reached is made here, and ``s3_settings``
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import re
@@ -272,6 +273,7 @@ def _is_ip(host: str) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=64)  # asked at every request
 def _is_local(endpoint: str) -> bool:
     host = (urlsplit(endpoint).hostname or "").rstrip(".")
     return _is_ip(host) or host == "localhost" or host.endswith(".localhost")
