@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from cwtrain_emulator._cwtrain import Command, output
+
 __all__ = ["serve_command"]
 
 
@@ -22,7 +24,7 @@ def _bucket(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port of the API; 0: any.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--env", "as_shell", is_flag=True, help="Print shell exports instead of JSON.")
@@ -96,7 +98,7 @@ def serve_command(
 ) -> None:
     """Run the API, the bucket, the replicas and the endpoint until Ctrl-C.
 
-    Prints one JSON line with every URL, token and key, then logs to stderr.
+    Prints one JSON line with every URL, token and key (--output table: a table), then logs to stderr.
 
     Example: cwtrain emulator serve --env >emulator.env & (then, when it is there: . ./emulator.env)
     """
@@ -104,6 +106,8 @@ def serve_command(
     from cwtrain_emulator.serve import ServeError, serve
     from cwtrain_emulator.settings import Settings
 
+    out = output()
+    out.refuse_ids()
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     temporary = state_dir is None or discard_state
@@ -130,7 +134,8 @@ def serve_command(
         environ=dict(os.environ),
     )
     try:
-        serve(settings, as_shell=as_shell, watch_stdin=watch_stdin)
+        write = out.data if out.format == "table" and not as_shell else None
+        serve(settings, as_shell=as_shell, watch_stdin=watch_stdin, write=write)
     except (ServeError, WeedError, ValueError) as exc:
         raise click.ClickException(str(exc)) from exc
     finally:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -269,23 +270,31 @@ def check_engine(engine: str) -> None:
         )
 
 
-def serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> None:
+def serve(
+    settings: Settings,
+    *,
+    as_shell: bool,
+    watch_stdin: bool,
+    write: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """Run the emulator until SIGINT, SIGTERM or, with `watch_stdin`, the end of standard input.
 
-    Prints one JSON line (`as_shell`: export lines) when everything answers. Raises ServeError or WeedError when it
-    cannot start.
+    Prints one JSON line (`as_shell`: export lines; `write`: what that makes of it) when everything answers. Raises
+    ServeError or WeedError when it cannot start.
     """
     check_engine(settings.engine)
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = lock_state_dir(settings.state_dir)
     try:
-        asyncio.run(_serve(settings, as_shell=as_shell, watch_stdin=watch_stdin))
+        asyncio.run(_serve(settings, as_shell=as_shell, watch_stdin=watch_stdin, write=write))
     finally:
         if lock is not None:
             lock.close()
 
 
-async def _serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> None:
+async def _serve(
+    settings: Settings, *, as_shell: bool, watch_stdin: bool, write: Callable[[dict[str, Any]], None] | None
+) -> None:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     if watch_stdin:
@@ -303,7 +312,7 @@ async def _serve(settings: Settings, *, as_shell: bool, watch_stdin: bool) -> No
             starting.result()
             values = description(emulator.service)
             write_private(settings.state_dir / RUNNING_FILE, json.dumps(values))
-            _announce(values, as_shell=as_shell)
+            _announce(values, as_shell=as_shell, write=write)
             await stopping
         else:
             starting.cancel()
@@ -330,12 +339,12 @@ def _listening_socket(settings: Settings) -> socket.socket:
     return bind(settings.host, int(preferred) if preferred else None)
 
 
-def _announce(values: dict[str, Any], *, as_shell: bool) -> None:
-    if as_shell:
-        text = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values["env"].items())
+def _announce(values: dict[str, Any], *, as_shell: bool, write: Callable[[dict[str, Any]], None] | None) -> None:
+    if write is not None:
+        write(values)
     else:
-        text = json.dumps(values) + "\n"
-    sys.stdout.write(text)
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values["env"].items())
+        sys.stdout.write(exports if as_shell else json.dumps(values) + "\n")
     sys.stdout.flush()
     said = f"cwtrain emulator at {values['base_url']}, bucket {values['bucket']}; watch it at {values['base_url']}/"
     print(said, file=sys.stderr)  # noqa: T201

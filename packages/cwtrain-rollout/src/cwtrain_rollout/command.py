@@ -145,6 +145,7 @@ def bench(
     from cwtrain_rollout.bench import Bench
     from cwtrain_rollout.sampler import Sampler
 
+    ctx.out.refuse_ids()
     backend = _backend(where, text=False, **({"concurrency": concurrency} if concurrency else {}))
     if not isinstance(backend, Sampler):
         raise click.UsageError("bench measures the sampler: use the backend dedicated or openai")

@@ -54,7 +54,10 @@ def _check_command(dialect: Dialect) -> click.Command:
             )
         for found in report.findings:
             ctx.out.say(f"{found.level.value}: {found.message} [{found.name}]\n  fix: {found.fix}")
-        ctx.out.data(report.to_json())
+        if ctx.out.format == "table":
+            ctx.out.data([found.to_json() for found in report.findings], columns=("level", "name", "message", "fix"))
+        else:
+            ctx.out.data(report.to_json(), ids=[found.name for found in report.findings])
         if not report.ok:
             click.get_current_context().exit(1)
 

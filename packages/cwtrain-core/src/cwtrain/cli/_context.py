@@ -26,9 +26,12 @@ __all__ = [
     "GlobalOptions",
     "global_options",
     "logging_to_stderr",
+    "offer_output",
     "pass_context",
     "set_log_level",
 ]
+
+_OF_OUTPUT = ("verbose", "quiet", "output", "errors")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -96,12 +99,31 @@ def pass_context(function: Callable[Concatenate[Context, _P], _R]) -> Callable[_
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = _given(click.get_current_context())
-        out = Output(given.output, quiet=given.quiet)
-        context = Context(base_url=given.base_url, token=given.token, out=out, running=given.running)
+        ctx = click.get_current_context()
+        given = _given(ctx)
+        context = Context(base_url=given.base_url, token=given.token, out=_output(ctx), running=given.running)
         return function(context, *args, **kwargs)
 
     return wrapper
+
+
+def offer_output(ctx: click.Context) -> None:
+    """Put into ``ctx.meta`` what a plugin's command needs to honour the global options, without an import of ours.
+
+    ``cwtrain.output`` is a function that returns the ``Output`` of the command line, once all of it is parsed.
+    ``cwtrain.options`` is a function that returns the options of output, for commands that take them after their name.
+    """
+    ctx.meta["cwtrain.output"] = functools.partial(_output, ctx)
+    ctx.meta["cwtrain.options"] = _output_options
+
+
+def _output(ctx: click.Context) -> Output:
+    given = _given(ctx)
+    return Output(given.output, quiet=given.quiet)
+
+
+def _output_options() -> list[click.Parameter]:
+    return [option for option in global_options(hidden=True) if option.name in _OF_OUTPUT]
 
 
 def _given(ctx: click.Context) -> GlobalOptions:

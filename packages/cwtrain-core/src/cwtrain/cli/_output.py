@@ -58,8 +58,8 @@ class Output:
         match self.format:
             case "id":
                 if ids is None:
-                    raise click.UsageError("this command has no ids to print", click.get_current_context(silent=True))
-                _write("".join(f"{one}\n" for one in ids))
+                    self.refuse_ids()
+                _write("".join(f"{one}\n" for one in ids or ()))
             case "jsonl":
                 items = value if isinstance(value, list) else [value]
                 _write("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
@@ -67,6 +67,11 @@ class Output:
                 _write(_table(value, columns))
             case _:
                 _write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+    def refuse_ids(self) -> None:
+        """Raise a usage error for ``id``: a command that gives no ids says so before it begins its work."""
+        if self.format == "id":
+            raise click.UsageError("this command has no ids to print", click.get_current_context(silent=True))
 
     @property
     def streams(self) -> bool:

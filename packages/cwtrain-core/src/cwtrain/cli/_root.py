@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cwtrain.cli._context import GlobalOptions, global_options
+from cwtrain.cli._context import GlobalOptions, global_options, offer_output
 from cwtrain.cli._group import RootGroup
 
 __all__ = ["root"]
@@ -53,6 +53,7 @@ def root(ctx: click.Context, /, **_: Any) -> None:
     operation failed, 2 wrong usage or configuration, 130 interrupted, 143 terminated.
     """
     ctx.ensure_object(GlobalOptions)
+    offer_output(ctx)
 
 
 root.params.extend(global_options())

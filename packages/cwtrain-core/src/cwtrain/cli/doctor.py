@@ -47,6 +47,7 @@ def doctor(ctx: Context) -> None:
     stands in "problems" and on standard error, variables that look like settings and are none among it; the exit code
     says only that the report was made.
     """
+    ctx.out.refuse_ids()
     settings = list(_settings(ctx))
     endpoint, clock = _endpoint(ctx)
     report: dict[str, Any] = {

@@ -104,6 +104,8 @@ def cwtrain_register_commands(cli: click.Group) -> None:
     """Add commands to ``cli``, an empty group of the plugin's own whose commands are then offered beside core's.
 
     Asked only for ``cwtrain --help`` and for a command that core does not know. Import what a command needs inside it.
+    ``click.get_current_context().meta["cwtrain.output"]()`` is where its data goes, so that it honours ``--output``:
+    ``.data(value, ids=..., columns=...)`` prints plain JSON data, ``.say(text)`` a line for the person.
     """
 
 

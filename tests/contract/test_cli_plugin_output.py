@@ -1,0 +1,103 @@
+"""Commands that plugins bring honour ``--output`` as core's own do."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from cwtrain.cli._context import GlobalOptions, offer_output
+from cwtrain.cli._root import root
+from helpers.run_cli import Done, run, start
+
+
+def leaves(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, list[str]]]:
+    """Yield (path, option names) of each command below ``command``."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(ctx):
+            inner = command.get_command(ctx, name)
+            assert inner is not None
+            yield from leaves(inner, click.Context(inner, info_name=name, parent=ctx))
+    else:
+        yield ctx.command_path, [name for param in command.get_params(ctx) for name in param.opts]
+
+
+def test_every_command_takes_output_after_its_name() -> None:
+    ctx = click.Context(root, info_name="cwtrain", obj=GlobalOptions())
+    offer_output(ctx)
+    found = dict(leaves(root, ctx))
+    assert {"cwtrain emulator status", "cwtrain slime check", "cwtrain rollout bench", "cwtrain demo"} <= set(found)
+    assert [path for path, names in found.items() if "--output" not in names] == []
+
+
+def test_commands_to_an_emulator_print_what_is_asked_for(emulator: Any, deployment: Any) -> None:
+    deployment_id = deployment["spec"]["id"]
+
+    def call(*words: str) -> Done:
+        done = run(*words, env=emulator.env)
+        assert done.code == 0, done.err
+        return done
+
+    assert call("-o", "id", "emulator", "status").out.split() == [deployment_id]
+    assert "deployments" in call("--output", "table", "emulator", "status").out.split("\n", 1)[1]
+    (line,) = call("emulator", "status", "--output", "jsonl").out.splitlines()
+    assert json.loads(line)["deployments"][0]["id"] == deployment_id
+    assert call("emulator", "status").data["deployments"][0]["id"] == deployment_id
+    fault = call("--output", "id", "emulator", "faults", "add", "api", "latency", "--seconds", "0").out.strip()
+    listed = call("emulator", "faults", "list", "-o", "jsonl").out.splitlines()
+    assert [json.loads(one)["id"] for one in listed] == [fault]
+    head, _, row = call("emulator", "faults", "list", "-o", "table").out.strip().splitlines()
+    assert head.split()[0] == "id"
+    assert row.split()[0] == fault
+    assert call("--output", "jsonl", "emulator", "faults", "clear").out == ""
+
+
+def test_a_command_without_ids_says_so_before_it_does_anything(emulator: Any, deployment: Any) -> None:
+    for words in (
+        ("emulator", "reset"),
+        ("emulator", "serve"),
+        ("rollout", "bench", "--deployment", deployment["spec"]["id"]),
+        ("doctor",),
+    ):
+        refused = run("--output", "id", *words, env=emulator.env)
+        assert (refused.code, refused.out) == (2, "")
+        assert "this command has no ids to print" in refused.err
+    assert emulator.control.status()["deployments"]
+
+
+def test_serve_prints_a_table_where_one_is_asked_for(tmp_path: Path) -> None:
+    process = start("--output", "table", "emulator", "serve", "--state-dir", str(tmp_path / "state"))
+    assert process.stdout is not None
+    rows: dict[str, str] = {}
+    try:
+        for line in process.stdout:
+            words = line.split()
+            if len(words) == 2:
+                rows[words[0]] = words[1]
+            if "env.AWS_REGION" in rows:
+                break
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert rows["field"] == "value"
+    assert rows["env.COREWEAVE_API_URL"] == rows["base_url"]
+
+
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+def test_findings_are_rows_of_a_table_and_their_names_are_ids(tmp_path: Path, trainer: str) -> None:
+    words = (trainer, "check", "--hf-checkpoint", str(tmp_path / "nowhere"))
+    report = run(*words)
+    names = [finding["name"] for finding in report.data["findings"]]
+    assert "base-missing" in names
+    assert run("--output", "id", *words).out.split() == names
+    (line,) = run(*words, "-o", "jsonl").out.splitlines()
+    assert json.loads(line) == report.data
+    table = run(*words, "--output", "table")
+    head, _, *rows = table.out.strip().splitlines()
+    assert (table.code, head.split()) == (report.code, ["level", "name", "message", "fix"])
+    assert [row.split()[1] for row in rows] == names
