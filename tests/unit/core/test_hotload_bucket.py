@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from cwtrain.errors import SnapshotChainError, SnapshotError, StorageAccessError
 from cwtrain.hotload import IdentityStanding, MemoryBase, SnapshotWriter
+from cwtrain.hotload._publish.epochs import open_epoch
 from cwtrain.hotload.resume import resume_info
 from cwtrain.hotload.retention import RetentionPlan, delete_snapshots, plan_retention
 from cwtrain.hotload.served_chain import chain_report, draw_chain
@@ -223,6 +225,43 @@ def test_what_was_removed_does_not_look_free(store: MemoryStore) -> None:
     standing = {one.identity: one.standing for one in resume_info(store, PLACE, "run", "D", HOT_LOADS).versions}
     assert standing["run-v000001"] is standing["run-v000002"] is IdentityStanding.REMOVED
     assert standing["run-v000004"] is IdentityStanding.PUBLISHED
+
+
+def identities(store: MemoryStore, run: str, hot_loads: Sequence[HotLoad] = ()) -> list[str]:
+    return [one.identity for one in resume_info(store, PLACE, run, "D", hot_loads).versions]
+
+
+def test_a_run_with_the_name_of_an_epoch_is_another_run(store: MemoryStore, tmp_path: Path) -> None:
+    """What run ``run.2`` published was listed as the second epoch of ``run``, and the other way round."""
+    sides, state = side_files(tmp_path / "more"), make_state(2)
+
+    def publish(identity: str, run_id: str | None) -> None:
+        write_with(
+            store, PLACE, identity, state, base=MemoryBase(), run_id=run_id, version=1, kind="full", side_files=sides
+        )
+
+    own = identities(store, "run")
+    publish("run.2-v000001", "run.2")
+    publish("run.3-v000001", "run")
+    publish("run.4-v000001", None)
+    assert identities(store, "run") == [*own, "run.3-v000001", "run.4-v000001"]
+    assert identities(store, "run.2") == ["run.2-v000001"]
+    assert identities(store, "run.3") == []
+    # The publisher goes above all that reads like an epoch, so that is what comes next.
+    info = resume_info(store, PLACE, "run", "D", HOT_LOADS)
+    assert (info.epochs, info.next_epoch, info.next_identity) == (4, 5, "run.5-v000001")
+
+
+def test_a_run_that_has_nothing_does_not_get_the_epochs_of_its_namesake(store: MemoryStore) -> None:
+    for epoch in (1, 2):
+        assert open_epoch(store, PLACE, "new.7", first=epoch, owner=f"o{epoch}", directory="/state") == epoch
+    loads = [hot_load("new.7-v000000"), hot_load("new.7.2-v000001", "new.7-v000000")]
+    info = resume_info(store, PLACE, "new", "D", loads)
+    assert (info.versions, info.epochs, info.next_epoch) == ((), 0, 8)
+    assert identities(store, "new.7", loads) == ["new.7-v000000", "new.7.2-v000001"]
+    # Our own seventh epoch, opened by a publisher of ours.
+    assert open_epoch(store, PLACE, "new", first=7, owner="o", directory="/state") == 7
+    assert identities(store, "new", loads) == ["new.7-v000000"]
 
 
 def test_what_comes_next_for_a_run_that_has_nothing(store: MemoryStore) -> None:

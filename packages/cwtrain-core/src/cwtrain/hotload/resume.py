@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from cwtrain.errors import SnapshotError, StorageNotFoundError
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._publish.epochs import highest_epoch
-from cwtrain.hotload._publish.names import identity_of, parse_identity
+from cwtrain.hotload._publish.names import (
+    Name,
+    epoch_claim,
+    epoch_of_claim,
+    identity_of,
+    parse_identity,
+    prefix_of,
+)
 from cwtrain.hotload.streamed import IdentityStanding, identity_standing
 from cwtrain.models.service import HotLoad
+from cwtrain.snapshots.manifest import parse_manifest
 from cwtrain.storage import Location, ObjectStore
+from cwtrain.storage.claim import read_claim
 
 __all__ = ["PublishedVersion", "ResumeInfo", "resume_info"]
 
@@ -40,11 +51,13 @@ class ResumeInfo:
     versions: tuple[PublishedVersion, ...]
     """In the order of epochs and versions."""
     epochs: int
+    """The highest epoch of the run, 0 without any."""
     served: str | None
     """What the deployment serves, of whatever run."""
     baseline: str
     baseline_standing: IdentityStanding
     next_epoch: int
+    """Above ``epochs``, and above what only reads like an epoch: run ``<run>.2`` takes our second one."""
     next_identity: str
     next_predecessor: str
     advice: str
@@ -63,15 +76,16 @@ def resume_info(
 ) -> ResumeInfo:
     """Return what the bucket and ``hot_loads`` (newest first) say of ``run``; nothing is written.
 
-    Raises StorageError naming a refused permission.
+    Another run may be called ``<run>.2``, and its identities read like those of our second epoch: manifests, claims and
+    the epochs that publishers opened tell them apart. Raises StorageError naming a refused permission.
     """
-    names = _identities(store, location, run) | {one.identity for one in hot_loads}
+    names = _names(store, location, run)
     newest = {one.identity: one for one in reversed(hot_loads)}
     served = chains.latest_completed(hot_loads)
     versions = []
-    for identity in names:
+    for identity in names | {one.identity for one in hot_loads}:
         parsed = parse_identity(run, identity)
-        if parsed is None:
+        if parsed is None or _is_of_another_run(store, location, run, identity, parsed, names):
             continue
         hot_load = newest.get(identity)
         standing = identity_standing(store, location, identity)
@@ -88,10 +102,11 @@ def resume_info(
             )
         )
     versions.sort(key=lambda one: (one.epoch, one.version, one.identity))
-    epochs = highest_epoch(store, location, run, hot_loads)
+    opened = [epoch_of_claim(run, name) or 0 for name in names]
+    epochs = max([*opened, *(one.epoch for one in versions)], default=0)
     baseline = identity_of(run, 1, 0)
     standing = identity_standing(store, location, baseline)
-    following = epochs + 1
+    following = highest_epoch(store, location, run, hot_loads) + 1  # as the publisher counts
     return ResumeInfo(
         run_id=run,
         deployment_id=deployment_id,
@@ -108,8 +123,8 @@ def resume_info(
     )
 
 
-def _identities(store: ObjectStore, location: Location, run: str) -> set[str]:
-    """Return the identities that begin with the run's name and have a claim, a manifest, or objects."""
+def _names(store: ObjectStore, location: Location, run: str) -> set[str]:
+    """Return what begins with the run's name: identities that have a claim, a manifest or objects, and epochs."""
     found = set()
     for folder in (location.claim_key("").removesuffix(".json"), location.manifest_key("").removesuffix(".json")):
         for one in store.list_objects(f"{folder}{run}"):
@@ -118,6 +133,36 @@ def _identities(store: ObjectStore, location: Location, run: str) -> set[str]:
     for one in store.list_objects(f"{location.root}{run}"):
         found.add(one.key.removeprefix(location.root).partition("/")[0])
     return found
+
+
+def _is_of_another_run(
+    store: ObjectStore, location: Location, run: str, identity: str, parsed: Name, names: set[str]
+) -> bool:
+    """Return whether an identity that reads like one of ``run`` is known to be of a run that is called ``<run>.N``.
+
+    Or, the other way round, whether it is of an epoch of a run without our ``.N``.
+    """
+    another = re.sub(r"-v[0-9]+(-[a-z0-9]+)?$", "", identity)
+    if another == run and not re.search(r"\.[1-9][0-9]*$", run):
+        return False
+    said = _run_of(store, location, identity)
+    if said is not None:
+        return said != run
+    if another == run:
+        return False
+    # Nothing is left of it but its hot-load, say: the one of the two that opened epochs is it.
+    opened = epoch_claim(run, parsed.epoch) in names and another == prefix_of(run, parsed.epoch)
+    return not opened and any(epoch_of_claim(another, name) is not None for name in names)
+
+
+def _run_of(store: ObjectStore, location: Location, identity: str) -> str | None:
+    """Return the run that a snapshot says it is of, None where it says none."""
+    try:
+        said = parse_manifest(store.get(location.manifest_key(identity)))["run_id"]
+    except (StorageNotFoundError, SnapshotError, KeyError):
+        claim = read_claim(store, location, identity)
+        return None if claim is None else claim.run_id
+    return said if isinstance(said, str) else None
 
 
 def _advice(run: str, baseline: str, standing: IdentityStanding, following: int) -> str:
