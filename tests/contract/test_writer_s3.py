@@ -19,7 +19,7 @@ from cwtrain.hotload import IdentityStanding, MemoryBase, free_identity, identit
 from cwtrain.hotload.verify import verify_snapshot
 from cwtrain.storage import Location, S3Store
 from helpers.s3_servers import BUCKET, READER, S3Server
-from helpers.streamed import INDEX, make_state, names_in, raw, side_files, tensors_in, write
+from helpers.streamed import INDEX, make_state, names_in, next_state, raw, side_files, tensors_in, write
 from helpers.write_rank import SIZES, Job, states
 
 _RANK = str(Path(__file__).resolve().parents[1] / "helpers" / "write_rank.py")
@@ -73,6 +73,19 @@ def test_four_processes_publish_one_snapshot(bucket: S3Store, job: Job, tmp_path
     assert ranks == {"r00000", "r00001", "r00002", "r00003"}
     for identity in ("v0", "v1"):
         assert verify_snapshot(bucket, place, identity).problems == ()
+
+
+def test_the_requests_of_the_second_delta(bucket: S3Store, job: Job, tmp_path: Path) -> None:
+    """What a real server was found to do in the first publish is not asked again: five requests for one shard."""
+    place, base = Location(BUCKET, job.prefix), MemoryBase()
+    state = make_state(1)
+    write(bucket, place, "v0", state, kind="full", base=base, side_files=tmp_path / "sides")
+    made: list[str] = []
+    bucket._client.meta.events.register("before-call.s3", lambda model, **_: made.append(model.name))
+    state = next_state(state, 2)
+    write(bucket, place, "v1", state, kind="delta", base=base)
+    assert made == ["ListObjectsV2", "PutObject", "PutObject", "PutObject", "PutObject"]
+    assert verify_snapshot(bucket, place, "v1").problems == ()
 
 
 def test_one_rank_that_fails_fails_all_four(bucket: S3Store, job: Job) -> None:

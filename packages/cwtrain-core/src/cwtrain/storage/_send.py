@@ -85,6 +85,7 @@ class Sender:
         self._sizes = sizes
         self._once = Once(store, stopped=crew.stopped, conditional=conditional)
         self._learned = learned_of(store)
+        self._sure = self._learned.conditional and self._learned.keeps(PUT)
         self._waiting: deque[_Transfer] = deque()
         self._ready: deque[Callable[[], None]] = deque()
         self._hashing = 0
@@ -221,13 +222,12 @@ class Sender:
         """Note that an object is there; where something may still be wrong, compare what the store kept with it.
 
         Some stores keep a request's framing inside the object: then they do so with every object that is sent in the
-        same way, so one PUT that was right speaks for the store's later ones. Where a PUT may replace another object
-        unseen, each is looked at; and so is an object in parts, whose Complete Ceph does without the condition.
-        ``looked``: it was compared already.
+        same way, so an upload whose PUTs were right speaks for the later ones to this store. Where a PUT may replace
+        another object unseen, each is looked at; and so is an object in parts, whose Complete Ceph does without the
+        condition. ``looked``: it was compared already.
         """
         whole = transfer.torn is None and transfer.file.size_bytes <= self._sizes.multipart_above_bytes
-        sure = whole and self._learned.conditional and self._once.conditional and self._learned.keeps(PUT)
-        if not (looked or sure):
+        if not (looked or (whole and self._sure and self._once.conditional)):
             self._look(transfer)
             if whole:
                 self._learned.kept(PUT, transfer.file.size_bytes)
