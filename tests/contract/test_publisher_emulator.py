@@ -6,9 +6,12 @@ import json
 
 import pytest
 
-from cwtrain.hotload import PublishState
+from cwtrain.errors import SnapshotChangedError
+from cwtrain.hotload import PublishState, WeightMirror
+from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.models.sync import SnapshotChoice
-from helpers.publish_scene import Scene
+from cwtrain.plugins import hookimpl
+from helpers.publish_scene import Scene, plugins_with
 from helpers.toy_trainer import repeat_tensor
 
 
@@ -61,6 +64,27 @@ def test_a_restart_opens_an_epoch_uploads_no_base_and_chains_to_it(scene):
     assert outcome.identity == "run.3-v000001"
     assert scene.objects("run-v000000/") == before
     assert [name for name, _ in scene.hot_loads()].count("run-v000000") == 1
+
+
+def test_a_cut_keeps_the_mirror_as_it_is_and_finds_out_who_breaks_its_lock(scene):
+    """Another process takes the mirror, by deleting the lock's file, and moves it on: nothing is hot-loaded."""
+    trainer = scene.trainer
+
+    class Intruder:
+        @hookimpl
+        def cwtrain_before_publish(self, plan):
+            if plan.identity == "run-v000001" and plan.kind is SnapshotKind.FULL:
+                mirror = trainer.root / "state" / "mirror"
+                (mirror / ".cwtrain-mirror" / "lock").unlink()
+                with WeightMirror(mirror) as other:
+                    other.advance("2")
+
+    publisher = scene.publisher(full_every=1, plugins=plugins_with(Intruder()))
+    publisher.baseline()
+    with pytest.raises(SnapshotChangedError, match="the mirror changed while it was uploaded"):
+        publisher.publish_directory(trainer.step())
+    assert [identity for identity, _ in scene.hot_loads()] == ["run-v000000"]
+    assert not [key for key in scene.objects("run-v000001") if key.endswith(INDEX_NAME)]
 
 
 def test_a_tensor_in_two_shards_is_published_once(scene):
