@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -134,7 +134,10 @@ class DeltaPipeline:
                 self._give_back()
                 left = next(pieces)
             if part.length >= _BORROWED_BYTES and part.length % WORD_BYTES == 0 and len(left) >= part.length:
-                self._borrow(part, left[: part.length], at_once)
+                if self._pool is None:
+                    self._do(part, left[: part.length])
+                else:
+                    self._borrow(part, left[: part.length], at_once)
                 left = left[part.length :]
                 continue
             target = self._place(part)
@@ -162,6 +165,16 @@ class DeltaPipeline:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
+
+    def _do(self, part: _Part, source: memoryview) -> None:
+        """Do a part in this thread, which is the only worker."""
+        self._start_filled()
+        while self._waiting:
+            self._drain()
+        began = time.perf_counter()
+        (diff,) = self._compare_borrowed([part], [source], self._worker())
+        self.busy_seconds += time.perf_counter() - began
+        self._join(part, diff)
 
     def _borrow(self, part: _Part, source: memoryview, at_once: int) -> None:
         """Let a worker read a part where it lies, with those before it if they are few."""
@@ -240,11 +253,12 @@ class DeltaPipeline:
 
     def _work(self, job: _Job) -> list[Diff]:
         began = time.perf_counter()
-        if not hasattr(self._local, "worker"):
-            self._local.worker = self._codec.worker()
-        worker: DiffWorker = self._local.worker
+        worker = self._worker()
         try:
-            diffs = self._compare_borrowed(job, worker) if job.lane is None else self._compare(job, job.lane, worker)
+            if job.lane is None:
+                diffs = self._compare_borrowed(job.parts, job.sources, worker, job.read)
+            else:
+                diffs = self._compare(job, job.lane, worker)
         finally:
             job.sources.clear()
             job.read.set()
@@ -252,15 +266,28 @@ class DeltaPipeline:
             self.busy_seconds += time.perf_counter() - began
         return diffs
 
-    def _compare_borrowed(self, job: _Job, worker: DiffWorker) -> list[Diff]:
+    def _worker(self) -> DiffWorker:
+        """Return this thread's buffers."""
+        if not hasattr(self._local, "worker"):
+            self._local.worker = self._codec.worker()
+        worker: DiffWorker = self._local.worker
+        return worker
+
+    def _compare_borrowed(
+        self,
+        parts: Sequence[_Part],
+        sources: Sequence[memoryview],
+        worker: DiffWorker,
+        read: threading.Event | None = None,
+    ) -> list[Diff]:
         diffs = []
-        for number, (part, source) in enumerate(zip(job.parts, job.sources, strict=True), start=1):
+        for number, (part, source) in enumerate(zip(parts, sources, strict=True), start=1):
             self._old.read(part.name, part.start, worker.place_old(part.length))
             checksum = worker.take(source)
             # Also where nothing differs: that is known when it is compressed, and the caller waits for his memory.
             self._old.write(part.name, part.start, source)
-            if number == len(job.parts):
-                job.read.set()
+            if read is not None and number == len(parts):
+                read.set()
             diffs.append(worker.diff_taken(checksum, (part.start, part.size)))
         return diffs
 
@@ -278,16 +305,20 @@ class DeltaPipeline:
         """Hand on what became of the first job; wait for it."""
         job = self._waiting[0]
         for part, diff in zip(job.parts, job.result.result(), strict=True):
-            if self._joiner is None:
-                self._sink.begin_tensor(part.name)
-                self._joiner = FrameJoiner(self._codec, part.size, self._sink.write)
-            self._joiner.add(part.length, *diff)
-            if part.start + part.length == part.size:
-                self._sink.end_tensor(part.name, self._joiner.finish())
-                self._joiner = None
+            self._join(part, diff)
         self._waiting.popleft()
         if job.lane is not None:
             self._lanes.append(job.lane)
+
+    def _join(self, part: _Part, diff: Diff) -> None:
+        """Hand on what became of the next part."""
+        if self._joiner is None:
+            self._sink.begin_tensor(part.name)
+            self._joiner = FrameJoiner(self._codec, part.size, self._sink.write)
+        self._joiner.add(part.length, *diff)
+        if part.start + part.length == part.size:
+            self._sink.end_tensor(part.name, self._joiner.finish())
+            self._joiner = None
 
 
 class FullPipeline:
