@@ -10,8 +10,8 @@ import pytest
 
 from cwtrain.errors import SnapshotError
 from cwtrain.hotload import HotLoader, MemoryBase
-from cwtrain.models.service import HotLoadState, SnapshotType
-from cwtrain.plugins import Plugins
+from cwtrain.models.service import HotLoad, HotLoadSpec, HotLoadState, SnapshotType
+from cwtrain.plugins import Plugins, hookimpl
 from cwtrain.storage import MemoryStore
 from helpers.fake_service import Clock, FakeService
 from helpers.streamed import INDEX, State, make_state, next_state, side_files, write
@@ -24,14 +24,16 @@ class World:
 
     sides: Path
     service: Any = attrs.field(factory=FakeService)
+    clock: Any = attrs.field(factory=Clock)
     store: MemoryStore = attrs.field(factory=lambda: MemoryStore("weights"))
     base: MemoryBase = attrs.field(factory=MemoryBase)
     state: State = attrs.field(factory=lambda: make_state(1))
     loader: HotLoader = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        clock: Any = Clock()
-        self.loader = HotLoader(self.service, "dep", s3=self.store, plugins=Plugins(), clock=clock, sleep=clock.sleep)
+        self.loader = HotLoader(
+            self.service, "dep", s3=self.store, plugins=Plugins(), clock=self.clock, sleep=self.clock.sleep
+        )
 
     def full(self, identity: str) -> Any:
         options: dict[str, Any] = {"kind": "full", "base": self.base, "side_files": self.sides}
@@ -120,7 +122,7 @@ def test_the_requests_of_a_publish(world: World, tmp_path: Path) -> None:
     ]
     assert [call for call, _ in made[3:]] == ["put"] * 3
     assert made[-2:] == [("put", location.manifest_key("v4")), ("put", location.key("v4", INDEX))]
-    assert [call[0] for call in service.calls[in_service:]] == ["get_deployment", "list_hot_loads", *asked[1:]]
+    assert [call[0] for call in service.calls[in_service:]] == asked
 
 
 def test_a_hot_load_that_has_ended_is_not_asked_for_again(world: World) -> None:
@@ -129,3 +131,35 @@ def test_a_hot_load_that_has_ended_is_not_asked_for_again(world: World) -> None:
     asked = world.service.count("get_hot_load")
     assert world.loader.trigger(written).state is HotLoadState.COMPLETED
     assert world.service.count("get_hot_load") == asked
+
+
+def test_what_began_since_the_plan_is_waited_for(world: World, tmp_path: Path) -> None:
+    """The hot-loads are listed once for a publish that is quick; the service says what has begun meanwhile."""
+
+    class Rival:
+        @hookimpl
+        def cwtrain_before_publish(self, plan: Any) -> None:
+            other = HotLoadSpec(id="other-1", deployment_id="dep", identity="theirs", type=SnapshotType.FULL)
+            world.service.add(HotLoad(spec=other))
+
+    world.loader.plugins.register(Rival(), name="rival")
+    hot_load = world.loader.publish(write_full(tmp_path / "full"), "v0")
+    assert hot_load.state is HotLoadState.COMPLETED
+    assert [(one.identity, one.state.name) for one in world.service.hot_loads] == [
+        ("v0", "COMPLETED"),
+        ("theirs", "COMPLETED"),
+    ]
+    assert world.service.count("list_hot_loads") == 2
+
+
+def test_a_list_that_is_old_is_made_again(world: World, tmp_path: Path) -> None:
+    """An upload that took as long as a poll: what others did meanwhile counts."""
+
+    class Slow:
+        @hookimpl
+        def cwtrain_before_publish(self, plan: Any) -> None:
+            world.clock.sleep(world.loader.poll_interval)
+
+    world.loader.plugins.register(Slow(), name="slow")
+    world.loader.publish(write_full(tmp_path / "full"), "v0")
+    assert world.service.count("list_hot_loads") == 2

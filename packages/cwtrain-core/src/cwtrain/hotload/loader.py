@@ -264,6 +264,7 @@ class HotLoader:
             self._wait_until_ready(limit)
         else:
             self.refresh_deployment()
+        listed = self._clock()
         hot_loads = self.hot_loads()
         work = Work.of(snapshot, identity, policy)
         plan = plan_publish(
@@ -311,7 +312,9 @@ class HotLoader:
                 free=not plan.existing,
                 owner=owner,
             )
-            hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
+            # As old as what any wait goes by, at the most; what the service has begun since, it says itself.
+            known = hot_loads if self._clock() - listed < self.poll_interval else None
+            hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress, known=known)
         except CWTrainError as error:
             self.plugins.notify(SyncFailed(error=error, identity=identity, version=version, run_id=self.run_id))
             raise

@@ -68,10 +68,21 @@ class HotLoadOperations:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
-    def run(self, work: Work, *, wait: bool, timeout: float, on_progress: OnProgress | None) -> HotLoad:
-        """Have ``work`` done by a hot-load: ours that is there already, or a new one when the deployment is free."""
+    def run(
+        self,
+        work: Work,
+        *,
+        wait: bool,
+        timeout: float,
+        on_progress: OnProgress | None,
+        known: Sequence[HotLoad] | None = None,
+    ) -> HotLoad:
+        """Have ``work`` done by a hot-load: ours that is there already, or a new one when the deployment is free.
+
+        ``known`` are the deployment's hot-loads, newest first, where the caller has just listed them.
+        """
         deadline = Deadline(timeout, self.clock)
-        hot_load = self._request(work, deadline, on_progress)
+        hot_load = self._request(work, deadline, on_progress, known)
         accepted = deadline.spent()
         _log.info(
             "hot-load %s: %s %s on %s, prompt cache policy %s",
@@ -93,12 +104,15 @@ class HotLoadOperations:
             hot_load = self.follow(hot_load.id, deadline=deadline, on_progress=on_progress, known=hot_load)
         return attrs.evolve(hot_load, timings={**hot_load.timings, "accept_seconds": accepted})
 
-    def _request(self, work: Work, deadline: Deadline, on_progress: OnProgress | None) -> HotLoad:
+    def _request(
+        self, work: Work, deadline: Deadline, on_progress: OnProgress | None, known: Sequence[HotLoad] | None
+    ) -> HotLoad:
         hot_load_id: str | None = None
         while True:
+            listed, known = known, None
             try:
                 client = self.client.within(max(deadline.left(), self.poll_interval))
-                hot_loads = list(client.list_hot_loads(self.deployment_id))
+                hot_loads = list(client.list_hot_loads(self.deployment_id)) if listed is None else listed
                 if (done := self.done(work, hot_loads)) is not None:
                     return done
                 # Made once: whatever happens to the answers below, this call asks under this id and no other.
@@ -121,6 +135,8 @@ class HotLoadOperations:
             except HotLoadInProgressError as error:
                 if not deadline.left():
                     raise _not_accepted(work, hot_load_id, deadline, error) from error
+                if listed is not None:
+                    continue  # it began since they were listed
             except (TransportError, APIError) as error:
                 # Whether the service took it is unknown; the id makes asking again safe.
                 if not is_retryable(error):
