@@ -138,13 +138,14 @@ class Bench:
         if done.returncode:
             sys.exit(f"wrong output: {what} {' '.join(map(str, paths))}\n{done.stderr[-3000:]}")
 
-    def data(self, name: str, *arguments: object) -> Path:
-        """Return the directory with this benchmark data, making it at first use."""
-        place = self.work / "data" / f"{name}-{self.size}"
+    def data(self, name: str, *arguments: object, size: str | None = None) -> Path:
+        """Return the directory with this benchmark data, of the run's size or another, making it at first use."""
+        size = size or self.size
+        place = self.work / "data" / f"{name}-{size}"
         if not (place / "done").exists():
             shutil.rmtree(place, ignore_errors=True)
             say(f"making data: {place.name}")
-            command = [self.ours, str(HERE / "data.py"), place, "--size", self.size, *arguments]
+            command = [self.ours, str(HERE / "data.py"), place, "--size", size, *arguments]
             subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
             (place / "done").touch()
         return place
