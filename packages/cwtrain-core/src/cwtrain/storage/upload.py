@@ -48,8 +48,8 @@ def upload_objects(
     2. A claim is written by one conditional PUT. Who loses it stops before any byte is sent; the same ``run_id``, and a
        repeat with the same directory, sizes and modification times, goes on under it.
     3. The missing objects are sent by at most ``workers`` threads, each hashed in one read while earlier ones are sent,
-       and checked again over the bytes that are sent. What the store made of them is looked at, until one upload
-       has shown that it keeps exactly what is sent; of objects in parts always.
+       and checked again over the bytes that are sent (a file that is ``held`` is not). What the store made of them is
+       looked at, until one upload has shown that it keeps exactly what is sent; of objects in parts always.
     4. ``before_index`` is called with size and SHA-256 of every object, the index included: a manifest is written here.
     5. The index goes last, so no reader ever sees half a snapshot.
 
