@@ -8,11 +8,13 @@ from typing import Any
 import attrs
 import pytest
 
-from cwtrain.errors import SnapshotError
+from cwtrain.errors import SnapshotConflictError, SnapshotError
 from cwtrain.hotload import HotLoader, MemoryBase
 from cwtrain.models.service import HotLoad, HotLoadSpec, HotLoadState, SnapshotType
 from cwtrain.plugins import Plugins, hookimpl
 from cwtrain.storage import MemoryStore
+from cwtrain.storage._learned import Learned
+from cwtrain.storage.claim import stream_claim, take_claim
 from helpers.fake_service import Clock, FakeService
 from helpers.streamed import INDEX, State, make_state, next_state, side_files, write
 from helpers.tiny_checkpoint import tiny_tensors, write_delta_by_hand, write_full
@@ -115,12 +117,8 @@ def test_the_requests_of_a_publish(world: World, tmp_path: Path) -> None:
     in_bucket, in_service = len(store.calls), len(service.calls)
     world.loader.publish(delta, "v4", previous_identity="v3")
     made = store.calls[in_bucket:]
-    assert made[:3] == [
-        ("list_objects", location.prefix("v4")),
-        ("stream", location.claim_key("v4")),
-        ("put", location.claim_key("v4")),
-    ]
-    assert [call for call, _ in made[3:]] == ["put"] * 3
+    assert made[:2] == [("list_objects", location.prefix("v4")), ("put", location.claim_key("v4"))]
+    assert [call for call, _ in made[2:]] == ["put"] * 3
     assert made[-2:] == [("put", location.manifest_key("v4")), ("put", location.key("v4", INDEX))]
     assert [call[0] for call in service.calls[in_service:]] == asked
 
@@ -163,3 +161,22 @@ def test_a_list_that_is_old_is_made_again(world: World, tmp_path: Path) -> None:
     world.loader.plugins.register(Slow(), name="slow")
     world.loader.publish(write_full(tmp_path / "full"), "v0")
     assert world.service.count("list_hot_loads") == 2
+
+
+def test_a_claim_of_another_run_stops_a_publish_before_a_byte(world: World, tmp_path: Path) -> None:
+    """A later publish of a run meets it with its own claim, a dry run by a look; the first publish looks as well."""
+    full = write_full(tmp_path / "full")
+    claim = stream_claim("theirs", run_id="theirs")
+    store, location = world.store, world.loader.location
+    for identity in ("v1", "v3"):
+        take_claim(store, location, identity, claim)
+        store.learned = Learned() if identity == "v1" else store.learned
+        for dry_run in (True, False):
+            since = len(store.calls)
+            with pytest.raises(SnapshotConflictError, match=f"_claims/{identity}.json"):
+                world.loader.publish(full, identity, dry_run=dry_run)
+            written = [key for call, key in store.calls[since:] if call == "put"]
+            assert set(written) <= {location.claim_key(identity)}
+            assert store.get(location.claim_key(identity)) == claim.to_bytes()
+        world.loader.publish(full, "v2")
+    assert store.learned.conditional

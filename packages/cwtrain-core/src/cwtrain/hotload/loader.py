@@ -275,6 +275,7 @@ class HotLoader:
             store=self.store,
             hot_loads=hot_loads,
             run_id=self.run_id,
+            upload_next=not dry_run,
         )
         done = self.operations.done(work, hot_loads) if not plan.upload_bytes else None
         plan = attrs.evolve(plan, already_served=done is not None)

@@ -27,8 +27,11 @@ def plan_publish(
     store: ObjectStore,
     hot_loads: Sequence[HotLoad],
     run_id: str | None = None,
+    upload_next: bool = False,
 ) -> PublishPlan:
     """Return the plan of publishing ``snapshot`` as ``work`` on top of ``hot_loads`` (newest first), for ``run_id``.
+
+    ``upload_next``: the upload follows, and looks at the claim itself.
 
     Raises SnapshotChainError when the delta cannot be resolved, SnapshotConflictError when the identity holds other
     content. Nothing is written.
@@ -43,7 +46,12 @@ def plan_publish(
         warnings += more
         reason = f"the directory is a delta on {snapshot.previous_identity}"
     uploads = plan_upload(
-        files_for_upload(snapshot, identity), store=store, location=location, identity=identity, run_id=run_id
+        files_for_upload(snapshot, identity),
+        store=store,
+        location=location,
+        identity=identity,
+        run_id=run_id,
+        claim_next=upload_next,
     )
     if uploads.conflicts:
         raise SnapshotConflictError(

@@ -14,6 +14,7 @@ import attrs
 from cwtrain.errors import SnapshotConflictError, SnapshotError, StorageNotFoundError
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
 from cwtrain.storage._crew import Crew
+from cwtrain.storage._learned import learned_of
 from cwtrain.storage._source import Source
 from cwtrain.storage.claim import Claim, claim_of, read_claim
 from cwtrain.storage.location import Location
@@ -41,10 +42,12 @@ def plan_upload(
     run_id: str | None = None,
     directory: str | None = None,
     manifest: Mapping[str, ObjectDigest] | None = None,
+    claim_next: bool = False,
 ) -> UploadPlan:
     """Return what an upload of ``files`` as ``identity`` would do; nothing is written.
 
-    Arguments as for ``upload_objects``. Local files are read where an object of the same size exists. Raises
+    Arguments as for ``upload_objects``, and ``claim_next``: the upload follows. Then a claim without objects is left for
+    it to meet, where its own PUT is known to. Local files are read where an object of the same size exists. Raises
     SnapshotChangedError when a file changes meanwhile, StorageError naming the refused permission.
     """
     claim = claim_of(files, run_id=run_id, directory=directory)
@@ -56,6 +59,7 @@ def plan_upload(
         claim=claim,
         crew=Crew(min(workers, store.max_connections)),
         manifest=manifest,
+        claim_next=claim_next and learned_of(store).conditional,
     )
     missing = standing.missing(files)
     return UploadPlan(
