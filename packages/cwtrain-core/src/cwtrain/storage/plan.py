@@ -46,8 +46,8 @@ def plan_upload(
 ) -> UploadPlan:
     """Return what an upload of ``files`` as ``identity`` would do; nothing is written.
 
-    Arguments as for ``upload_objects``, and ``claim_next``: the upload follows. Then a claim without objects is left for
-    it to meet, where its own PUT is known to. Local files are read where an object of the same size exists. Raises
+    Arguments as for ``upload_objects``, and ``claim_next``: the upload follows. A claim without objects is then left to
+    its own PUT, where that is known to meet it. Local files are read where an object of the same size exists. Raises
     SnapshotChangedError when a file changes meanwhile, StorageError naming the refused permission.
     """
     claim = claim_of(files, run_id=run_id, directory=directory)
