@@ -73,9 +73,10 @@ class SnapshotWriter:
     must be in the end; for a delta those of the base are asked for anyway.
 
     ``memory_bytes`` bounds what the process needs beside the base, the interpreter and its libraries included.
-    ``workers`` threads encode and ``upload_workers`` send. ``shard_bytes`` is how large a shard gets before the next
-    one is begun (without it they grow to 32 MiB, or more with more memory). ``max_bytes_per_second`` limits the
-    bandwidth (without it ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``sizes`` says how objects are cut, for tests.
+    ``workers`` threads encode, the caller's among them (without it one for each started GiB of a delta's tensors, up to
+    8), and ``upload_workers`` send. ``shard_bytes`` is how large a shard gets before the next one is begun (without it
+    they grow to 32 MiB, or more with more memory). ``max_bytes_per_second`` limits the bandwidth (without it
+    ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``sizes`` says how objects are cut, for tests.
 
     Raises ConfigError and SnapshotError for arguments that do not fit together. Nothing is written before the first
     shard is full, and then the claim comes first. Its methods are for one thread.
