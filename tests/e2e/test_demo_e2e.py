@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from helpers.run_cli import program, without_override
+
 STEPS = 6
 LIMIT = 240.0
 CPUS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -192,6 +194,13 @@ def test_wrong_usage_is_said_at_once(options: list[str], says: str) -> None:
     assert done.returncode == 2
     assert done.stdout == b""
     assert says in done.stderr.decode()
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_the_training(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = program("demo", "--report", str(tmp_path / "report.html"), before=without_override)
+    assert (done.code, done.out) == (2, "")
+    assert "--report" in done.err
 
 
 def test_a_directory_that_is_used_already_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from cwtrain.cli._errors import report
 from cwtrain.cli._output import Output
 from cwtrain.cli._root import root
 from cwtrain.errors import APIError, ConfigError, SnapshotError, StorageRegionError
-from helpers.run_cli import run
+from helpers.run_cli import program, run, without_override
 from helpers.snapshot_files import DELTA_METADATA, write_delta, write_full
 
 TENSORS = {"a": ("BF16", [2], b"\x01\x02\x03\x04"), "b": ("F32", [1], b"\x05\x06\x07\x08")}
@@ -328,6 +328,23 @@ def test_a_delta_whose_predecessor_is_unknown_is_wrong_usage_that_says_how(tmp_p
     assert run("hotload", "inspect", str(tmp_path)).code == 2
     given = run("hotload", "inspect", str(tmp_path), "--previous-identity", "step_7")
     assert given.data["incremental"]["previous_snapshot_identity"] == "step_7"
+
+
+def test_an_index_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    write_full(tmp_path, TENSORS)
+    os.unlink(tmp_path / "model.safetensors.index.json")
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    done = program("hotload", "inspect", str(tmp_path))
+    assert (done.code, done.out) == (1, "")
+    assert "model.safetensors.index.json: is a named pipe" in done.err
+
+
+def test_a_directory_that_this_user_may_not_read_is_named(tmp_path):
+    write_full(tmp_path, TENSORS)
+    (tmp_path / "config.json").chmod(0)
+    done = program("snapshot", "verify", str(tmp_path), before=without_override)
+    assert (done.code, done.out) == (1, "")
+    assert "config.json: cannot be read: Permission denied" in done.err
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -152,6 +152,16 @@ def test_a_resume(tracker: str | None, found: list[str], tmp_path: Path, base: P
     assert names(MILES, flags("miles", tmp_path, base, {"--load": str(tmp_path / "saved")})) == found
 
 
+@pytest.mark.parametrize("load", ["x" * 300, "saved/latest_checkpointed_iteration.txt/further", "loop"])
+def test_a_resume_from_what_cannot_be_looked_at_is_a_finding(load: str, tmp_path: Path, base: Path) -> None:
+    """The check ended with what the operating system had said, and all other findings were lost."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("40")
+    (tmp_path / "loop").symlink_to("loop")
+    found = names(SLIME, flags("slime", tmp_path, base, {"--load": str(tmp_path / load)}))
+    assert found == ([] if "further" in load else ["resume"])
+
+
 def test_room_on_the_disks(tmp_path: Path) -> None:
     """Versions and the mirror on one disk are added up; the size is the base's."""
 

@@ -68,8 +68,12 @@ def demo(
     if engine != "numpy":
         raise ConfigError(f"the engine {engine!r} comes with a later version of the demo", hint="leave --engine out")
 
-    if report and not os.path.isdir(os.path.dirname(report) or "."):
-        raise click.BadParameter(f"the directory of {report} does not exist", param_hint="--report")
+    if report:
+        folder = os.path.dirname(report) or "."
+        if not os.path.isdir(folder):
+            raise click.BadParameter(f"the directory of {report} does not exist", param_hint="--report")
+        if not os.path.exists(report) and not os.access(folder, os.W_OK):
+            raise click.BadParameter(f"nothing can be written into the directory of {report}", param_hint="--report")
 
     # Sums in one order whatever the number of cores, so that a seed gives the same rewards again; and for matrices this
     # small, more threads only get into each other's way. Numpy looks when it is loaded.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,16 +72,22 @@ def _resume(dialect: Dialect, flags: Mapping[str, Any]) -> Iterator[Finding]:
     if not load:
         return
     spelled = dialect.flag("load")
-    tracker = Path(load) / TRACKER
-    if not tracker.is_file():
-        if Path(load).is_dir() and any(Path(load).iterdir()):
-            yield finding(
-                "resume",
-                f"{spelled} {load} has no {TRACKER}: {dialect.name} then starts a fresh run without a word",
-                f"restore {TRACKER}, or leave {spelled} out to start anew",
-            )
+    try:
+        iteration = _iteration(load)
+    except OSError as exc:
+        yield finding(
+            "resume",
+            f"{spelled} {load} cannot be looked at: {exc.strerror or exc}",
+            f"let this user read it, or correct {spelled}",
+        )
         return
-    iteration = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if iteration is None:
+        yield finding(
+            "resume",
+            f"{spelled} {load} has no {TRACKER}: {dialect.name} then starts a fresh run without a word",
+            f"restore {TRACKER}, or leave {spelled} out to start anew",
+        )
+        return
     if iteration not in ("", "0", "release"):
         yield finding(
             "resume",
@@ -89,6 +96,17 @@ def _resume(dialect: Dialect, flags: Mapping[str, Any]) -> Iterator[Finding]:
             f"{dialect.flag('hf_checkpoint')} an export of the same iteration (--save-hf writes them), with a new "
             "CWTRAIN_HOTLOAD_RUN_ID",
         )
+
+
+def _iteration(load: str) -> str | None:
+    """Return what the tracker in a directory of checkpoints says: nothing where there are none, None where it lacks."""
+    tracker = Path(load) / TRACKER
+    try:
+        if stat.S_ISREG(os.stat(tracker).st_mode):
+            return tracker.read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return None if os.path.isdir(load) and os.listdir(load) else ""
 
 
 def check_disks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import threading
 import time
@@ -293,17 +292,18 @@ def _policy(reset: bool) -> PromptCachePolicy:
 
 def _require_predecessor(directory: str, previous_identity: str | None, *, deployment_id: str = "ID") -> None:
     """Refuse a delta of which it is neither given nor derivable what it applies to; anything else is for inspection."""
+    from cwtrain.errors import SnapshotLayoutError
     from cwtrain.models.snapshot import INDEX_NAME
     from cwtrain.snapshots.identity import version_number
+    from cwtrain.snapshots.index import is_delta, read_index
 
     if previous_identity is not None:
         return
     try:
-        with open(os.path.join(directory, INDEX_NAME), encoding="utf-8") as file:
-            metadata = json.load(file)["metadata"]
-        base = metadata["base_version"] if metadata["delta_encoding"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        index = read_index(os.path.join(directory, INDEX_NAME))
+    except SnapshotLayoutError:  # inspection says it better
         return
+    base = index["metadata"].get("base_version") if is_delta(index) else None
     if isinstance(base, str) and version_number(base) is None:
         raise click.UsageError(
             f"{directory} is a delta, and its base_version {base!r} is no number that says what it applies to: give "

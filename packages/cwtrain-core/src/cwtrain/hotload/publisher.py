@@ -57,6 +57,7 @@ from cwtrain.hotload._publish.numbered import Numbered
 from cwtrain.hotload._publish.opening import Opening
 from cwtrain.hotload._publish.outcome import PublishOutcome, PublishState
 from cwtrain.hotload._publish.plan import TensorBase, TensorPlan, Tensors
+from cwtrain.hotload._publish.refused import naming_the_setting
 from cwtrain.hotload._publish.send import Budget, Sender
 from cwtrain.hotload._publish.state import State, WriteKind
 from cwtrain.hotload._publish.tensors import TensorFeed
@@ -101,7 +102,7 @@ class Publisher:
     environment without them. ``on_progress`` hears of uploads and hot-loads. ``poll_interval`` is in seconds.
 
     Raises ConfigError for settings that do not fit together, MirrorLockedError naming the process that works with the
-    same STATE_DIR.
+    same STATE_DIR. Every call raises ConfigError where something in STATE_DIR cannot be read or written.
     """
 
     def __init__(
@@ -328,7 +329,8 @@ class Publisher:
                         hint="make another Publisher with the same CWTRAIN_HOTLOAD_RUN_ID: it goes on where this one "
                         "stopped",
                     )
-                yield
+                with naming_the_setting(self._journal.root):
+                    yield
             except CWTrainError as error:
                 if tell and self._defaults.last_failure is not error:
                     self._plugins.notify(SyncFailed(error=error, version=number, run_id=self.run_id))

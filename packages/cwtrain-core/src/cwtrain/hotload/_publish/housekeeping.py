@@ -114,6 +114,10 @@ def read_note(directory: str | os.PathLike[str]) -> PublishedNote | None:
             raw = file.read()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise SnapshotError(
+            f"{path}: cannot be read: {error.strerror}", hint="give the directory of the trainer's checkpoint"
+        ) from error
     try:
         value: dict[str, Any] = parse_json(raw)
         if value.pop("schema_version") != _SCHEMA:
