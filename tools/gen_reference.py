@@ -31,8 +31,9 @@ cwtrain [GLOBAL OPTIONS] COMMAND [OPTIONS] [ARGUMENTS]
 
 **Standard output is data**, JSON unless `--output` says otherwise, and nothing else (completion scripts and help
 aside): keys in `snake_case`, states as bare names (`COMPLETED`), times in RFC 3339. Progress, logs, warnings and errors
-go to standard error. On an error standard output stays empty; `deployment create --wait` prints the deployment also when
-the wait fails, because it goes on holding GPUs.
+go to standard error. On an error standard output stays empty, with two exceptions: `deployment create --wait` prints the
+deployment also when the wait fails, because it goes on holding GPUs, and `rollout bench` prints what it has measured
+when it is interrupted.
 
 | `--output` | standard output gets |
 | --- | --- |

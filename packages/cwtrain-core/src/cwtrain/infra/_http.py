@@ -90,10 +90,11 @@ class Http:
             **config.headers,
             "Authorization": f"Bearer {token}",
         }
+        tls = _tls(config.verify) if needs_tls else False
         try:
             self._client = httpx.Client(
                 headers=headers,
-                verify=_tls(config.verify) if needs_tls else False,
+                verify=tls,
                 transport=transport,
                 trust_env=self._trust_env,
                 follow_redirects=False,
