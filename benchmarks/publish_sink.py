@@ -67,6 +67,7 @@ def handler(service: Service) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # head and body are two writes: the second would wait 40 ms for the first's ACK
 
         def _serve(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
