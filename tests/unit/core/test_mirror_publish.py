@@ -11,7 +11,7 @@ import pytest
 from cwtrain.errors import ConnectionFailedError, MirrorError, SnapshotChangedError
 from cwtrain.hotload import HotLoader, WeightMirror, inspect_snapshot
 from cwtrain.models.snapshot import INDEX_NAME
-from cwtrain.plugins import Plugins
+from cwtrain.plugins import Plugins, hookimpl
 from cwtrain.storage import Fault, Location, MemoryStore
 from cwtrain.storage._part_bodies import HeldBody
 from helpers import snapshot_files as sf
@@ -88,6 +88,26 @@ def test_what_changes_the_mirror_waits_until_it_is_sent(tmp_path, chain):
         assert seen == [(True, "000002")]
         assert mirror.version == "000003"
         assert sf.read_checkpoint(mirror.path) == models[3]
+    assert sf.read_checkpoint(world.fetch("v2-full", tmp_path / "fetched")) == models[2]
+
+
+def test_what_changes_the_mirror_waits_from_the_inspection_on(tmp_path, chain):
+    """A trainer that writes while the deployment is waited for, or a plugin is asked, does not break the publish."""
+    directory, models = chain
+    world = World()
+    with mirror_at_two(directory, tmp_path / "m", False) as mirror:
+        trainer = threading.Thread(target=mirror.apply_delta, args=(directory / "d3",))
+
+        class Slow:
+            @hookimpl
+            def cwtrain_before_publish(self, plan):
+                trainer.start()
+                trainer.join(0.3)  # it is done by then, unless it waits
+
+        world.loader.plugins.register(Slow(), name="slow")
+        world.loader.publish(mirror, "v2-full")
+        trainer.join(30)
+        assert mirror.version == "000003"
     assert sf.read_checkpoint(world.fetch("v2-full", tmp_path / "fetched")) == models[2]
 
 

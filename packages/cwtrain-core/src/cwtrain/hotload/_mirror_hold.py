@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
 
 import attrs
 
 from cwtrain.models.snapshot import SnapshotFile
 
-__all__ = ["Hold", "Owner", "keeping", "owner_of"]
+__all__ = ["Hold", "keeping"]
 
 
 @attrs.frozen
@@ -25,19 +24,7 @@ class Hold:
         return tuple(attrs.evolve(file, held=True) if file.name in self.shards else file for file in files)
 
 
-class Owner(Protocol):
-    """What has a snapshot to itself: an open ``WeightMirror``."""
-
-    def hold(self) -> AbstractContextManager[Hold]:
-        """Keep the snapshot as it is until the end."""
-        ...
-
-
-def owner_of(checkpoint: object) -> Owner | None:
-    """Return the owner of a checkpoint that is given as one; None for a path."""
-    return cast("Owner", checkpoint) if hasattr(checkpoint, "hold") else None
-
-
-def keeping(owner: Owner | None) -> AbstractContextManager[Hold | None]:
-    """Keep the owner's snapshot as it is, where there is one."""
-    return nullcontext() if owner is None else owner.hold()
+def keeping(checkpoint: object) -> AbstractContextManager[Hold | None]:
+    """Keep a checkpoint as it is until the end, where its owner is given (an open ``WeightMirror``) and not a path."""
+    hold: Callable[[], AbstractContextManager[Hold]] | None = getattr(checkpoint, "hold", None)
+    return nullcontext() if hold is None else hold()

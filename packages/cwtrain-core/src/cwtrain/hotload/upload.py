@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from cwtrain.config import StorageConfig
 from cwtrain.errors import SnapshotError, StorageConflictError, StorageError
-from cwtrain.hotload._mirror_hold import Owner, keeping
+from cwtrain.hotload._mirror_hold import Hold
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots import index as snapshots_index
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
@@ -74,13 +74,13 @@ def upload_with_manifest(
     run_id: str | None = None,
     version: int | None = None,
     max_bytes_per_second: float | None = None,
-    owner: Owner | None = None,
+    hold: Hold | None = None,
     free: bool = False,
 ) -> UploadReport:
     """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there.
 
-    ``version`` is the trainer's number for the manifest; a delta's own index has one too. ``owner`` is the open mirror
-    whose snapshot this is: it is kept as it is meanwhile, so that its shards are read for their SHA-256 only.
+    ``version`` is the trainer's number for the manifest; a delta's own index has one too. ``hold`` is the word of
+    the mirror whose snapshot this is, which the caller keeps as it is: its shards are read for their SHA-256 only.
     ``free`` as for ``upload_objects``.
 
     Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
@@ -106,19 +106,18 @@ def upload_with_manifest(
         )
         put_manifest(store, location, identity, manifest_to_bytes(manifest))
 
-    with keeping(owner) as hold:
-        return upload_objects(
-            files if hold is None else hold.files(files),
-            store=store,
-            location=location,
-            identity=identity,
-            workers=workers,
-            on_progress=on_progress,
-            run_id=run_id,
-            before_index=write_manifest,
-            max_bytes_per_second=max_bytes_per_second,
-            free=free,
-        )
+    return upload_objects(
+        files if hold is None else hold.files(files),
+        store=store,
+        location=location,
+        identity=identity,
+        workers=workers,
+        on_progress=on_progress,
+        run_id=run_id,
+        before_index=write_manifest,
+        max_bytes_per_second=max_bytes_per_second,
+        free=free,
+    )
 
 
 def put_manifest(store: ObjectStore, location: Location, identity: str, body: bytes) -> str:

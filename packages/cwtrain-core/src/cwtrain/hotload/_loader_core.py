@@ -1,0 +1,273 @@
+"""What a deployment is, has and serves, and the steps of a publish: ``HotLoader`` below its public face."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cwtrain.errors import ConfigError, HotLoadError, SnapshotChainError
+from cwtrain.events import SnapshotInspected, SnapshotUploaded, SyncStarted
+from cwtrain.hotload import chain as chains
+from cwtrain.hotload._mirror_hold import Hold
+from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
+from cwtrain.hotload.progress import OnProgress, ProgressEvent
+from cwtrain.hotload.upload import put_manifest, store_for, upload_with_manifest
+from cwtrain.hotload.verify import VerifyReport, verify_snapshot
+from cwtrain.infra._poll import check_seconds
+from cwtrain.infra.lifecycle import wait_for_deployment
+from cwtrain.models.service import Deployment, HotLoad, HotLoadReplica, HotLoadTarget, ResourceStatus
+from cwtrain.models.snapshot import LocalSnapshot
+from cwtrain.models.sync import SnapshotChoice
+from cwtrain.snapshots.identity import check_identity
+from cwtrain.snapshots.manifest import manifest_to_bytes, parse_manifest
+from cwtrain.storage import Location, ObjectStore, UploadProgress, UploadReport, s3_client
+
+if TYPE_CHECKING:
+    from cwtrain.infra.client import InferenceClient
+    from cwtrain.plugins import Plugins
+
+__all__ = ["LoaderCore", "never_completed"]
+
+
+class LoaderCore:
+    """One deployment, its snapshots in the bucket and its hot-loads; see ``HotLoader``."""
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        deployment_id: str,
+        *,
+        s3: Any = None,
+        poll_interval: float = 5.0,
+        timeout: float = 1800.0,
+        plugins: Plugins | None = None,
+        run_id: str | None = None,
+        max_bytes_per_second: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not deployment_id:
+            raise ConfigError(
+                "deployment_id is empty", hint="give the deployment's UUID; `cwtrain deployment list` shows it"
+            )
+        self.client = client
+        self.deployment_id = deployment_id
+        self.poll_interval = check_seconds("poll_interval", poll_interval)
+        self.timeout = check_seconds("timeout", timeout)
+        self.run_id = run_id
+        self.max_bytes_per_second = max_bytes_per_second
+        self._s3 = s3
+        self._plugins = plugins
+        self._clock = clock
+        self._sleep = sleep
+        self._deployment: Deployment | None = None
+
+    def __repr__(self) -> str:
+        return f"HotLoader(deployment_id={self.deployment_id!r})"
+
+    # -- what the deployment is and serves -------------------------------------------------------------------------
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment as last seen; asked for at first use."""
+        return self._deployment or self.refresh_deployment()
+
+    def refresh_deployment(self) -> Deployment:
+        """Ask the service for the deployment again."""
+        self._deployment = self.client.get_deployment(self.deployment_id)
+        return self._deployment
+
+    @property
+    def target(self) -> HotLoadTarget:
+        """Where the deployment takes snapshots from. Raises HotLoadError when it cannot be hot-loaded."""
+        target = self.deployment.hot_load
+        if target is None or not target.bucket:
+            raise HotLoadError(
+                f"deployment {self.deployment_id} ({self.deployment.name}) was created without hotLoad",
+                hint="hotLoad {bucket, pathPrefix, transitionMode} can be set at creation only: create a deployment "
+                "with it (engine dynamo-vllm, gateways of one zone)",
+            )
+        return target
+
+    @property
+    def location(self) -> Location:
+        """The bucket and prefix of the deployment's snapshots."""
+        return Location(bucket=self.target.bucket, path_prefix=self.target.path_prefix)
+
+    @property
+    def store(self) -> ObjectStore:
+        """The object store of the deployment's snapshots."""
+        return self._store(8)
+
+    def _store(self, workers: int) -> ObjectStore:
+        if self._s3 is None:
+            # One client for the loader's life: making one costs more than most requests.
+            self._s3 = s3_client(max_pool_connections=max(64, workers))
+        return store_for(self.target.bucket, self._s3)
+
+    def hot_loads(self) -> list[HotLoad]:
+        """Return all hot-loads of the deployment, newest first."""
+        return list(self.client.list_hot_loads(self.deployment_id))
+
+    def active_hot_load(self) -> HotLoad | None:
+        """Return the unfinished hot-load, or None."""
+        return chains.active(self.client.list_hot_loads(self.deployment_id))
+
+    def latest_completed(self) -> HotLoad | None:
+        """Return the newest COMPLETED hot-load, or None while the deployment serves its base weights."""
+        return chains.latest_completed(self.client.list_hot_loads(self.deployment_id))
+
+    def current_identity(self) -> str | None:
+        """Return the identity that the deployment serves, or None while it serves its base weights."""
+        latest = self.latest_completed()
+        return latest.identity if latest else None
+
+    def completed_hot_load(self, identity: str) -> HotLoad | None:
+        """Return the newest COMPLETED hot-load of ``identity``, or None."""
+        return chains.completed(self.client.list_hot_loads(self.deployment_id), identity)
+
+    def status(self, hot_load_id: str) -> tuple[HotLoad, list[HotLoadReplica]]:
+        """Return a hot-load and its replicas, and warn about replicas that contradict COMPLETED."""
+        hot_load = self.client.get_hot_load(hot_load_id)
+        replicas = list(self.client.list_hot_load_replicas(hot_load_id))
+        warn_about_stragglers(hot_load, replicas)
+        return hot_load, replicas
+
+    def verify_served(self, identity: str) -> ServedReport:
+        """Ask every replica, by the newest COMPLETED hot-load of ``identity``, what it serves now.
+
+        Raises SnapshotChainError when the deployment never completed a hot-load of it.
+        """
+        hot_load = self.completed_hot_load(identity)
+        if hot_load is None:
+            raise never_completed(identity, self.deployment_id)
+        return self.operations.served(hot_load)
+
+    # -- manifests -------------------------------------------------------------------------------------------------
+
+    def manifest_key(self, identity: str) -> str:
+        """Return the key of the manifest of ``identity`` in the deployment's bucket."""
+        return self.location.manifest_key(identity)
+
+    def upload_manifest(self, identity: str, manifest: Mapping[str, Any]) -> str:
+        """Write the manifest of ``identity`` once and return its key; an existing one is kept."""
+        return put_manifest(self.store, self.location, check_identity(identity), manifest_to_bytes(manifest))
+
+    def read_manifest(self, identity: str) -> dict[str, Any]:
+        """Return the manifest of ``identity``. Raises StorageNotFoundError where there is none."""
+        return parse_manifest(self.store.get(self.manifest_key(identity)))
+
+    def verify(
+        self, identity: str, *, workers: int = 4, on_progress: Callable[[int], None] | None = None
+    ) -> VerifyReport:
+        """Read a snapshot back from the bucket and compare it with its manifest. See ``verify_snapshot``."""
+        return verify_snapshot(self.store, self.location, identity, workers=workers, on_progress=on_progress)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plugins(self) -> Plugins:
+        """The plugins that are asked and told."""
+        if self._plugins is None:
+            from cwtrain.plugins import get_plugins
+
+            self._plugins = get_plugins()
+        return self._plugins
+
+    @property
+    def operations(self) -> HotLoadOperations:
+        """What asks for this deployment's hot-loads and follows them."""
+        return HotLoadOperations(
+            client=self.client,
+            deployment_id=self.deployment_id,
+            plugins=self.plugins,
+            poll_interval=self.poll_interval,
+            run_id=self.run_id,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+
+    def _wait_until_ready(self, timeout: float) -> None:
+        """Return once the deployment is READY; one that is FAILED or going away is an error at once."""
+        deployment = self.refresh_deployment()
+        _ = self.target
+        if deployment.status is not ResourceStatus.READY:
+            self._deployment = wait_for_deployment(
+                self.client,
+                self.deployment_id,
+                timeout=timeout,
+                poll_interval=self.poll_interval,
+                just_created=False,
+                clock=self._clock,
+                sleep=self._sleep,
+            )
+
+    def _tell_started(self, snapshot: LocalSnapshot, identity: str, version: int | None) -> None:
+        self.plugins.notify(
+            SyncStarted(
+                identity=identity,
+                choice=SnapshotChoice(snapshot.kind.value),
+                previous_identity=snapshot.previous_identity,
+                version=version,
+                run_id=self.run_id,
+            )
+        )
+        self.plugins.notify(
+            SnapshotInspected(
+                identity=identity,
+                kind=snapshot.kind,
+                files=len(snapshot.files),
+                size_bytes=snapshot.total_bytes,
+                run_id=self.run_id,
+            )
+        )
+
+    def _upload(
+        self,
+        snapshot: LocalSnapshot,
+        identity: str,
+        *,
+        workers: int,
+        on_progress: OnProgress | None,
+        version: int | None = None,
+        free: bool = False,
+        hold: Hold | None = None,
+    ) -> UploadReport:
+        def tell(progress: UploadProgress) -> None:
+            if on_progress is not None:
+                on_progress(ProgressEvent(upload=progress, elapsed=progress.seconds))
+
+        report = upload_with_manifest(
+            snapshot,
+            store=self._store(workers),
+            location=self.location,
+            identity=identity,
+            workers=workers,
+            on_progress=tell,
+            deployment_id=self.deployment_id,
+            run_id=self.run_id,
+            version=version,
+            max_bytes_per_second=self.max_bytes_per_second,
+            free=free,
+            hold=hold,
+        )
+        self.plugins.notify(
+            SnapshotUploaded(
+                identity=identity,
+                objects=len(report.uploaded) + len(report.reused),
+                uploaded_bytes=report.uploaded_bytes,
+                reused_bytes=report.reused_bytes,
+                seconds=report.seconds,
+                run_id=self.run_id,
+            )
+        )
+        return report
+
+
+def never_completed(identity: str, deployment_id: str) -> SnapshotChainError:
+    """Return the error of an identity that was never served."""
+    return SnapshotChainError(
+        f"deployment {deployment_id} has never completed a hot-load of {identity}",
+        hint=f"`cwtrain hotload list --deployment {deployment_id}` shows what it has",
+    )
