@@ -212,7 +212,7 @@ class _Run:
         for phase in ("encode", "upload"):
             self.result.seconds[phase] = self.result.seconds.get(phase, 0.0) + written.seconds[phase]
         with _phase(self.result, "publish"):
-            self.served = self.loader.trigger(identity, previous_identity=written.previous_identity)
+            self.served = self.loader.trigger(written)
         version = Version(
             version=number,
             identity=identity,
