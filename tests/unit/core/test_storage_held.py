@@ -128,6 +128,27 @@ def test_a_stopped_upload_stops(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_request_that_hangs_reads_no_other_file(tmp_path: Path) -> None:
+    """An upload that is interrupted leaves a hanging thread behind; its file's number is another file's by then."""
+    data = noise(1, 8_000)
+    source = Source(held(tmp_path, data), part_bytes=8_000, stopped=threading.Event())
+    source.learn()
+    with source.body(0, on_bytes=lambda _: None, block=4_000) as body:
+        assert isinstance(body, HeldBody)
+        span = next(body.spans())
+        source.close()
+        (tmp_path / "other").write_bytes(bytes(8_000))
+        others = [os.open(tmp_path / "other", os.O_RDONLY) for _ in range(3)]
+        try:
+            assert bytes_of(span) == data[:4_000]
+        finally:
+            for fd in others:
+                os.close(fd)
+    assert isinstance(span, FileSpan)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(span.fd)
+
+
 @pytest.mark.parametrize("multipart", [True, False], ids=["multipart", "single"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_while_it_is_sent(tmp_path: Path, change: Callable[[Path], None], multipart: bool) -> None:

@@ -270,6 +270,26 @@ def test_a_store_without_a_place_for_it_is_asked_each_time(tmp_path: Path) -> No
     assert [key for call, key in store.calls if call == "put"].count(CLAIM("v2")) == 2
 
 
+def test_a_streamed_upload_remembers_within_itself(tmp_path: Path) -> None:
+    """A plugin's store has no place for it: the first object in each way is looked at, not all of them."""
+    store, sides = MemoryStore(), side_files(tmp_path / "sides")
+    del store.learned
+    write_streamed(
+        store,
+        HERE,
+        "v1",
+        make_state(1),
+        kind="full",
+        side_files=sides,
+        sizes=TINY,
+        shard_bytes=4 << 10,
+        upload_workers=1,
+    )
+    shards = [key for call, key in store.calls if call == "put" and "model-" in key]
+    assert len(shards) > 2
+    assert len([key for call, key in store.calls if call == "head" and "model-" in key]) <= 2
+
+
 # ---- all of it: the requests of a run
 
 

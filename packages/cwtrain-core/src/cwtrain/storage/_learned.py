@@ -37,7 +37,7 @@ class Learned:
         return way in self._ways
 
     def kept(self, way: str, size_bytes: int) -> None:
-        """Note that it kept exactly the ``size_bytes`` of an object that was sent in this way; of nothing none says."""
+        """Note that it kept exactly the ``size_bytes`` of an object sent in this way; an empty one shows nothing."""
         if size_bytes:
             self._ways.add(way)
 

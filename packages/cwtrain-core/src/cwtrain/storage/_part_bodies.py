@@ -158,7 +158,7 @@ class HeldBody(PartBody):
     """A part of a file that nobody writes to, by its owner's word: it was hashed, and is sent without reading it again.
 
     The word is not all: the store compares a single PUT with its SHA-256, over https too (``signed``), and the file's
-    size and times are looked at before each block and when the part has arrived.
+    size and times are looked at before each block that the kernel sends from ``fd``, and when the part has arrived.
     """
 
     signed = True
@@ -168,12 +168,14 @@ class HeldBody(PartBody):
         source: Source,
         begin: int,
         end: int,
+        fd: int,
         *,
         on_bytes: Callable[[int], None],
         block: int,
         stopped: threading.Event,
     ) -> None:
         super().__init__(source, begin, end, None, None, on_bytes=on_bytes, block=block, stopped=stopped)
+        self._fd = fd
 
     def spans(self) -> Iterator[FileSpan | memoryview]:
         """Give everything from the beginning on, as places in the file where it comes from there. Raises as read."""
@@ -189,7 +191,7 @@ class HeldBody(PartBody):
             self._loaded += len(span)
             self._counted += len(span)
             self._on_bytes(len(span))
-            yield span
+            yield attrs.evolve(span, fd=self._fd) if isinstance(span, FileSpan) else span
 
     def _fetch(self, offset: int, size: int) -> memoryview:
         return self._read(offset, size)

@@ -115,8 +115,9 @@ class Source:
         """
         begin, end = self.span(part)
         if self.file.held and not self._known:
-            yield HeldBody(self, begin, end, on_bytes=on_bytes, block=block, stopped=self._stopped)
-            self.check()
+            with self._descriptor() as fd:
+                yield HeldBody(self, begin, end, fd, on_bytes=on_bytes, block=block, stopped=self._stopped)
+                self.check()
             return
         if not self._known or self.parts == 1:
             assert self.digest is not None
@@ -138,6 +139,20 @@ class Source:
             body.finish()
         finally:
             body.close()
+
+    @contextlib.contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        """Give a descriptor of the open file that is open until the end, whoever closes the source meanwhile.
+
+        A thread that hangs in a request is left behind by an upload that was stopped. The number of a descriptor that
+        is closed under it may be that of any other file a moment later.
+        """
+        assert self._fd is not None
+        fd = os.dup(self._fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def others_wait(self) -> bool:
         """Return whether a part of a known file waits for its turn."""

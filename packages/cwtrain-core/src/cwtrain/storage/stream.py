@@ -84,6 +84,7 @@ class StreamUpload:
         self._hands = Hands(max(1, min(workers, store.max_connections)), name="cwtrain-stream")
         self._meter = Meter(stopped=self._hands.stopped, max_bytes_per_second=max_bytes_per_second)
         self._record = UploadRecord(store, location, identity, directory=record_directory)
+        self._learned = learned_of(store)
         self._once: Once | None = None
         self._begin_lock = threading.Lock()
         self._free: list[memoryview] = []
@@ -274,11 +275,10 @@ class StreamUpload:
         Some stores keep a request's framing inside the object: then they do so with every object. So what was right
         once is remembered for the store, also for the uploads after this one. ``looked``: it was compared already.
         """
-        learned = learned_of(self.store)
         way = PARTS if one.in_parts else PUT
-        if not looked and (sha256 is None or not learned.keeps(way)):
+        if not looked and (sha256 is None or not self._learned.keeps(way)):
             self._compare(one)
-            learned.kept(way, one.size_bytes)
+            self._learned.kept(way, one.size_bytes)
         digest = ObjectDigest(one.size_bytes, sha256 or self._read_sha256(one.key))
         with self._hands.changed:
             self.digests[one.name] = digest
