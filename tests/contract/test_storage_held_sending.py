@@ -14,7 +14,7 @@ import attrs
 import pytest
 from botocore.config import Config
 
-from cwtrain.errors import SnapshotChangedError, StorageError, TransportError
+from cwtrain.errors import SnapshotChangedError, SnapshotError, StorageError, TransportError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage import Location, S3Store, s3_client, upload_objects
 from cwtrain.storage._source import Source
@@ -120,6 +120,31 @@ def test_a_file_system_that_cannot_is_read(tmp_path: Path, code: int, monkeypatc
     with scripted_s3(ScriptedS3()) as server:
         upload(server.url, held(tmp_path / "c"), tmp_path)
         assert stored(server) == objects()
+
+
+@pytest.mark.parametrize("cannot", [True, False], ids=["read", "sendfile"])
+def test_a_disk_that_fails_is_told_as_that_and_at_once(
+    tmp_path: Path, cannot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no trouble of the line: nothing is sent again, and a publisher does not wait for it to pass."""
+    asked: list[int] = []
+
+    def broken(*_: int) -> int:
+        asked.append(1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def refuse(*_: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "sendfile", refuse if cannot else broken)
+    with scripted_s3(ScriptedS3()) as server:
+        files = [file for file in held(tmp_path / "c") if file.name != BIG]
+        if cannot:
+            monkeypatch.setattr(os, "pread", broken)
+        with pytest.raises(SnapshotError, match=f"{SMALL} cannot be read: Input/output error"):
+            upload(server.url, files, tmp_path)
+        assert asked == [1]
+        assert stored(server) == {}
 
 
 def test_a_part_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import attrs
 
-from cwtrain.storage._part_bodies import FileSpan
+from cwtrain.storage._buffers import SendingStopped
+from cwtrain.storage._part_bodies import FileSpan, unreadable
 
 __all__ = ["Connection", "NotHttp"]
 
@@ -28,6 +29,8 @@ _CONTINUE = b"HTTP/1.1 100"
 _MOST_READ = 1 << 20
 _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system or a kernel answers that cannot do it."""
+_BAD_DISK = (errno.EIO, errno.ESTALE)
+"""What is about the file and not about the line."""
 
 
 class NotHttp(Exception):
@@ -143,9 +146,11 @@ class Connection:
                 self._await_room(timeout)
                 continue
             except OSError as error:
+                if error.errno in _BAD_DISK:
+                    raise SendingStopped(unreadable(span.path, error)) from error
                 if error.errno not in _NO_SENDFILE:
                     raise
-                block = os.pread(span.fd, min(end - at, _MOST_READ), at)
+                block = _read(span, at, end)
                 self._send(block)
                 count = len(block)
             if not count:
@@ -242,6 +247,13 @@ class Connection:
             while len(self._received) <= _MAX_BODY_BYTES:
                 self._receive()
         return self._pop(len(self._received))
+
+
+def _read(span: FileSpan, at: int, end: int) -> bytes:
+    try:
+        return os.pread(span.fd, min(end - at, _MOST_READ), at)
+    except OSError as error:
+        raise SendingStopped(unreadable(span.path, error)) from error
 
 
 def _head(request: Any, url: Any, expect: bool) -> bytes:

@@ -17,21 +17,27 @@ from cwtrain.storage._buffers import Buffers, SendingStopped
 if TYPE_CHECKING:
     from cwtrain.storage._source import Source
 
-__all__ = ["BLOCK", "ChainBody", "FileSpan", "HeldBody", "PartBody"]
+__all__ = ["BLOCK", "ChainBody", "FileSpan", "HeldBody", "PartBody", "unreadable"]
 
 BLOCK = 1 << 20
 
 
 @attrs.frozen
 class FileSpan:
-    """``size`` bytes from ``offset`` of the open file ``fd``."""
+    """``size`` bytes from ``offset`` of the open file ``fd``, which is the one at ``path``."""
 
     fd: int
     offset: int
     size: int
+    path: str
 
     def __len__(self) -> int:
         return self.size
+
+
+def unreadable(path: str | None, error: OSError) -> SnapshotError:
+    """Return the error that says that the disk does not give a file's bytes."""
+    return SnapshotError(f"{path} cannot be read: {error.strerror}", hint="check the file system, then run it again")
 
 
 class PartBody:

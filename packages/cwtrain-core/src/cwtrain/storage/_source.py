@@ -29,7 +29,7 @@ from cwtrain.errors import SnapshotChangedError, SnapshotError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._buffers import Buffers, SendingStopped
 from cwtrain.storage._digests import forget, known_digest, remember
-from cwtrain.storage._part_bodies import BLOCK, ChainBody, FileSpan, HeldBody, PartBody
+from cwtrain.storage._part_bodies import BLOCK, ChainBody, FileSpan, HeldBody, PartBody, unreadable
 from cwtrain.storage.report import ObjectDigest
 
 __all__ = ["BLOCK", "PartBody", "SendingStopped", "Source"]
@@ -182,10 +182,7 @@ class Source:
         try:
             size = os.preadv(found.fd, [into], found.offset) if found.size else 0
         except OSError as error:
-            raise SnapshotError(
-                f"{self.file.path} cannot be read: {error.strerror}",
-                hint="check the file system, then run it again",
-            ) from error
+            raise unreadable(self.file.path, error) from error
         if found.size and not size:
             raise self.changed("it became shorter")
         return size
@@ -199,7 +196,8 @@ class Source:
             if place is None:
                 return memoryview(self.file.head)[offset : offset + size]
             assert self._fd is not None
-            return FileSpan(self._fd, place + offset - start, size)
+            assert self.file.path is not None
+            return FileSpan(self._fd, place + offset - start, size, self.file.path)
         return memoryview(b"")
 
     def check(self) -> None:
