@@ -164,7 +164,7 @@ class HeldBody(PartBody):
     """A part of a file that nobody writes to, by its owner's word: it was hashed, and is sent without reading it again.
 
     The word is not all: the store compares a single PUT with its SHA-256, over https too (``signed``), and the file's
-    size and times are looked at before each block that the kernel sends from ``fd``, and when the part has arrived.
+    size and times are looked at before each block, and when the part has arrived. The kernel sends from ``fd``.
     """
 
     signed = True
@@ -200,6 +200,7 @@ class HeldBody(PartBody):
             yield attrs.evolve(span, fd=self._fd) if isinstance(span, FileSpan) else span
 
     def _fetch(self, offset: int, size: int) -> memoryview:
+        self._source.check()
         return self._read(offset, size)
 
     def _check_end(self) -> None:
