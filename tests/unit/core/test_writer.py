@@ -22,8 +22,8 @@ from cwtrain.hotload import (
     inspect_snapshot,
     new_upload_id,
 )
-from cwtrain.hotload._writer_arguments import encoders
-from cwtrain.hotload.bases import BaseTensors
+from cwtrain.hotload._writer_arguments import delta_bytes, encoders
+from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.hotload.delta import write_delta
 from cwtrain.hotload.verify import verify_snapshot
 from cwtrain.hotload.writer import ShardReceipt, WrittenSnapshot
@@ -251,6 +251,21 @@ def test_a_small_model_takes_no_other_thread_than_the_callers(store: MemoryStore
         writer.finalise([writer.close()])
     assert encoders(None, 320 << 20, work_bytes=200 << 30) == min(8, usable_cores())
     assert encoders(3, 320 << 20, work_bytes=1) == 3
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a rank's own", "shared"])
+def test_a_rank_is_given_threads_for_what_it_compares(shared: bool) -> None:
+    """A base in a rank's memory has that rank's tensors only; one on the disk has those of all ranks."""
+
+    class Declared(MemoryBase):
+        @property
+        def shared(self) -> bool:
+            return shared
+
+        def types(self) -> dict[str, TensorType]:
+            return {f"t{number}": TensorType("BF16", (1 << 30,), 2 << 30) for number in range(4)}
+
+    assert delta_bytes(Declared(), 4) == (2 << 30 if shared else 8 << 30)
 
 
 def test_a_checkpoint_on_the_disk_is_streamed_without_a_copy(store: MemoryStore, sides: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cwtrain.hotload import SnapshotWriter
 from cwtrain.storage import Location, MemoryStore
@@ -50,6 +51,44 @@ def test_a_delta_needs_no_more_than_its_budget_beside_the_base() -> None:
     found = json.loads(done.stdout)
     assert found["changed"] == 8
     assert found["grown"] < BUDGET
+
+
+_FORKED = """
+import json, os
+import numpy as np
+from cwtrain.hotload import MemoryBase, SnapshotWriter, TensorType
+from cwtrain.storage import Location, MemoryStore
+
+
+def used(*processes):
+    texts = [open(f"/proc/{process}/smaps_rollup").read() for process in processes]
+    return sum(int(line.split()[1]) << 10 for text in texts for line in text.splitlines() if line.startswith("Pss:"))
+
+
+tensor, base = np.ones(64 << 20, np.uint8), MemoryBase()
+base.begin(fill=True)
+base.declare("t", TensorType("U8", tensor.shape, tensor.nbytes))
+base.write("t", 0, memoryview(tensor))
+base.commit("v0", checksums={})
+ours, theirs = os.pipe()
+child = os.fork()
+if not child:
+    os.close(theirs)
+    os.read(ours, 1)
+    os._exit(0)
+before = used(os.getpid(), child)
+base.write("t", 0, memoryview(tensor))
+print(json.dumps(used(os.getpid(), child) - before))
+os.close(theirs)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="tells no process's share of memory")
+def test_a_base_is_not_copied_for_a_process_that_was_forked() -> None:
+    """A data loader's workers are forked and stay: a base of many GiB must not be there twice."""
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) < 8 * MIB
 
 
 def test_sending_begins_while_tensors_are_still_coming(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, 
 from cwtrain.snapshots.identity import check_previous_identity
 from cwtrain.storage.stream import StreamSizes
 
-__all__ = ["check_sending", "encoders", "kind_of", "predecessor", "side_directory", "stream_sizes"]
+__all__ = ["check_sending", "delta_bytes", "encoders", "kind_of", "predecessor", "side_directory", "stream_sizes"]
 
 _MIB = 1 << 20
 _MOST_WORKERS = 8
@@ -90,6 +90,12 @@ def encoders(workers: int | None, memory_bytes: int, *, work_bytes: int | None =
         )
     worth = _MOST_WORKERS if work_bytes is None else work_bytes // _SHARE_BYTES + 1
     return min(workers or min(_MOST_WORKERS, worth, usable_cores()), room)
+
+
+def delta_bytes(base: BaseTensors, ranks: int) -> int:
+    """Return about how many bytes of tensors one of ``ranks`` compares with ``base``."""
+    size = sum(kind.size_bytes for kind in base.types().values())
+    return size // ranks if base.shared else size
 
 
 def stream_sizes(memory_bytes: int, workers: int) -> StreamSizes:

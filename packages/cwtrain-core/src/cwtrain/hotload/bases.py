@@ -139,9 +139,8 @@ class MemoryBase:
         held = self._data.get(name)
         if held is None or len(held) != kind.size_bytes:
             self._data.pop(name, None)
-            self._data[name] = memoryview(
-                fresh(kind.size_bytes) if kind.size_bytes >= _LARGE else bytearray(kind.size_bytes)
-            )
+            large = kind.size_bytes >= _LARGE
+            self._data[name] = memoryview(fresh(kind.size_bytes, shared=True) if large else bytearray(kind.size_bytes))
         self._types[name] = kind
 
     def read(self, name: str, start: int, into: memoryview) -> None:

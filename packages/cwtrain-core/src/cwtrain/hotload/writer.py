@@ -32,6 +32,7 @@ from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
 from cwtrain.hotload._writer_arguments import (
     check_sending,
+    delta_bytes,
     encoders,
     kind_of,
     predecessor,
@@ -121,8 +122,7 @@ class SnapshotWriter:
         self.previous_identity = predecessor(identity, base, previous_identity, full=self._full)
         self._side_files = side_directory(side_files, needed=self._full and rank == 0)
         check_sending(upload_workers=upload_workers, shard_bytes=shard_bytes, max_bytes_per_second=max_bytes_per_second)
-        known = base.types().values() if base is not None and not self._full else None
-        work = None if known is None else sum(kind.size_bytes for kind in known) // ranks
+        work = delta_bytes(base, ranks) if base is not None and not self._full else None
         count = encoders(workers, memory_bytes, work_bytes=work)
         self._sizes = sizes or stream_sizes(memory_bytes, count)
         self._location, self._base, self._names = location, base, names

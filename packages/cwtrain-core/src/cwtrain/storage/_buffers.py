@@ -11,13 +11,14 @@ __all__ = ["Buffers", "SendingStopped", "fresh"]
 BUDGET_BYTES = 192 << 20
 
 
-def fresh(size: int) -> mmap.mmap:
+def fresh(size: int, *, shared: bool = False) -> mmap.mmap:
     """Return new memory of ``size`` bytes, in huge pages where the system has them.
 
-    Private memory: what is shared with child processes, mmap's own default, comes in small pages on most systems, and
-    costs five times as much to touch.
+    Memory that is ``shared`` with child processes comes in small pages on most systems, and costs five times as much to
+    touch for the first time. But of private memory a process that has forked (a data loader's workers, say) copies each
+    page that it writes to, as long as the child lives: what is large and stays for long has to be shared.
     """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size, flags=(mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)  # one page fault for 2 MiB, not for 4 KiB
