@@ -138,7 +138,9 @@ def cli_page() -> str:
     root = importlib.import_module("cwtrain.cli._root").root
     context = click.Context(root, info_name="cwtrain", **root.context_settings)
     parts = [CLI_HEAD.format(made=MADE)]
-    parts.append("## Global options\n\nThey stand before the group, or after a command; a plugin's command may take them before the group only.\n")
+    parts.append(
+        "## Global options\n\nThey stand before the group, or after a command; a plugin's command may take them before the group only.\n"
+    )
     parts.append(_options(root, context))
     names = root.list_commands(context)
     core = [name for name in names if name in root._lazy]
