@@ -61,12 +61,12 @@ class MemoryScene(Scene):
         self.store = self.s3 = MemoryStore("weights")
         self.location = Location("weights", "run")
         self.trainer = ToyTrainer(root)
-        self.clock = Clock()
+        self.clock = self.clock_for_publishers = Clock()
         self.faults = MemoryFaults(self.service)
         self._open = []
 
     def options(self):
-        return {"clock": self.clock, "sleep": self.clock.sleep}
+        return {"clock": self.clock_for_publishers, "sleep": self.clock.sleep}
 
     def close(self):
         for publisher in self._open:

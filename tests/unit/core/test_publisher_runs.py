@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import attrs
@@ -11,8 +12,10 @@ from cwtrain.errors import (
     ChecksumError,
     SnapshotChainError,
     SnapshotLayoutError,
+    WaitTimeoutError,
 )
 from cwtrain.hotload import PublishState, WeightMirror
+from cwtrain.hotload._mirror_files import Layout
 from cwtrain.hotload.publisher import read_note
 from cwtrain.models.sync import SnapshotChoice
 from cwtrain.plugins import hookimpl
@@ -304,4 +307,25 @@ def test_after_a_rollback_the_next_version_is_served_again(scene):
     scene.check_served(trainer.at(1))
     outcome = publisher.publish_directory(trainer.step())
     assert outcome.kind is SnapshotChoice.DELTA
+    scene.check_served(trainer.tensors)
+
+
+def test_a_time_that_is_over_while_the_mirror_is_written_stops_there_and_the_next_call_goes_on(scene):
+    """The disk may be slow: the trainer's call ends when it said, and the mirror still holds the version before."""
+    trainer, slow = scene.trainer, {"seconds": 0.0}
+    mark = Layout(str(trainer.root / "state" / "mirror")).mark
+
+    def clock():
+        return scene.clock() + (slow["seconds"] if os.path.exists(mark) else 0.0)
+
+    scene.clock_for_publishers = clock
+    publisher = scene.publisher()
+    publisher.baseline()
+    publisher.publish_directory(trainer.step())
+    place = trainer.step()
+    slow["seconds"] = 100.0
+    with pytest.raises(WaitTimeoutError, match=r"still bringing the mirror to version 2 \(\d+ of \d+ bytes\)"):
+        publisher.publish_directory(place, deadline=30.0)
+    slow["seconds"] = 0.0
+    assert publisher.publish_directory(place).kind is SnapshotChoice.DELTA
     scene.check_served(trainer.tensors)

@@ -147,3 +147,22 @@ def test_an_identity_that_replicas_refused_is_not_used_again_though_the_bucket_w
         scene.store.delete(key)
     assert publisher.publish_tensors(scene.model.train(), number=1).identity != "run-v000001"
     assert scene.objects("run-v000001/") == {}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_words_of_numpy_are_the_dtype_that_is_said(scene, by_name):
+    """numpy has no bfloat16: a trainer that feeds 16-bit words says what they are, for all tensors or by name."""
+    model = scene.model
+    publisher = scene.publisher(tensor_base="memory")
+    words = {name: array.view(np.uint16) for name, array in model.train().items()}
+    words["plain.bias"] = np.zeros(4, np.float32)
+    dtype = dict.fromkeys(model.arrays, "BF16") if by_name else None
+    if not by_name:
+        del words["plain.bias"]
+        dtype = "BF16"
+    publisher.publish_tensors(words, number=1, dtype=dtype)
+    publisher.publish_tensors({name: array + 1 for name, array in words.items()}, number=2, dtype=dtype)
+    expected = {name: ("BF16", array.shape, (array + 1).tobytes()) for name, array in words.items()}
+    if by_name:
+        expected["plain.bias"] = ("F32", (4,), np.ones(4, np.float32).tobytes())
+    scene.check_served(expected)

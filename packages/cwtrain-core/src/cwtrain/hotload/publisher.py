@@ -37,7 +37,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -238,17 +238,25 @@ class Publisher:
             event = self._event(look.kind, look.path, look.number)
             return self._numbered.run(look, event, self._budget(deadline))
 
-    def publish_tensors(self, tensors: Tensors, *, number: int, deadline: float | None = None) -> PublishOutcome:
+    def publish_tensors(
+        self,
+        tensors: Tensors,
+        *,
+        number: int,
+        dtype: str | Mapping[str, str] | None = None,
+        deadline: float | None = None,
+    ) -> PublishOutcome:
         """Publish named tensors as version ``number``, encoded and uploaded while the next one is produced.
 
         ``tensors`` is a mapping, or a function that gives (name, tensor) pairs anew at each call: a delta that fails in
         the engine is published once more in full. All tensors of the model, changed or not; numpy arrays, torch
-        tensors, or anything with the buffer protocol. Nothing is written to the disk but the base of the next delta
-        where ``tensor_base`` is ``disk``. Config and tokenizer come from ``base``.
+        tensors, or anything with the buffer protocol. ``dtype`` says what those are that do not say it themselves, all
+        of them or by name: 16-bit words of numpy may be ``BF16``. Nothing is written to the disk but the base of the
+        next delta where ``tensor_base`` is ``disk``. Config and tokenizer come from ``base``.
 
         Raises ConfigError where there is no room for the base of the next delta, and as ``publish_directory``.
         """
-        number, given = version_of(number), named_tensors(tensors)
+        number, given = version_of(number), named_tensors(tensors, dtype)
         with self._called(number):
             event = self._event(WriteKind.FULL, "", number)
             self._plugins.notify(event)

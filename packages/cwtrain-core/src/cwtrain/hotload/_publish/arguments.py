@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
+
+import attrs
 
 from cwtrain.errors import ConfigError
 from cwtrain.hotload._publish.plan import TensorBase, Tensors
+from cwtrain.snapshots._inputs import tensor_input
 
-__all__ = ["base_place", "baseline_wait", "named_tensors", "version_of"]
+__all__ = ["NamedTensors", "base_place", "baseline_wait", "named_tensors", "version_of"]
 
 _TOO_LARGE = 10**18
 """Identities have up to 18 digits of a version."""
@@ -27,10 +30,30 @@ def version_of(number: SupportsIndex) -> int:
     return found
 
 
-def named_tensors(tensors: Tensors) -> Tensors:
-    """Return ``tensors``. Raises ConfigError for what cannot be gone through a second time, as an iterator."""
+@attrs.frozen
+class NamedTensors:
+    """The tensors of one version, to be gone through more than once; ``dtype`` says what those without one are."""
+
+    tensors: Tensors
+    dtype: str | Mapping[str, str] | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Any, str | None]]:
+        pairs = self.tensors.items() if isinstance(self.tensors, Mapping) else self.tensors()
+        for name, tensor in pairs:
+            yield name, tensor, self.dtype.get(name) if isinstance(self.dtype, Mapping) else self.dtype
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes of all of them, None where only making them would tell."""
+        if not isinstance(self.tensors, Mapping):
+            return None
+        return sum(tensor_input(name, tensor, dtype=dtype).size_bytes for name, tensor, dtype in self)
+
+
+def named_tensors(tensors: Tensors, dtype: str | Mapping[str, str] | None = None) -> NamedTensors:
+    """Return what was given. Raises ConfigError for what cannot be gone through a second time, as an iterator."""
     if isinstance(tensors, Mapping) or callable(tensors):
-        return tensors
+        return NamedTensors(tensors, dtype)
     raise ConfigError(
         f"tensors is a {type(tensors).__name__}, which is neither a mapping nor a function",
         hint="give a state dict, or a function that returns the (name, tensor) pairs anew at each call: a delta that "

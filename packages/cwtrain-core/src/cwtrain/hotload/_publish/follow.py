@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from cwtrain.errors import ChecksumError, MirrorDamagedError, MirrorMissingError, SnapshotChainError
+from cwtrain.hotload._mirror_core import OnProgress
 from cwtrain.hotload._publish.journal import Journal
 from cwtrain.hotload._publish.look import Look
 from cwtrain.hotload._publish.state import Acknowledged, WriteKind
@@ -73,7 +74,12 @@ class Follower:
             self._mirror = None
 
     def reset(
-        self, source: str | os.PathLike[str], number: int, *, checksums: Mapping[str, str] | None = None
+        self,
+        source: str | os.PathLike[str],
+        number: int,
+        *,
+        checksums: Mapping[str, str] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> WeightMirror:
         """Make the mirror anew from a full checkpoint, as version ``number`` of the open epoch.
 
@@ -83,7 +89,12 @@ class Follower:
         journal = self._journal
         journal.save(journal.state.mirrored(0))
         self._mirror = WeightMirror.create(
-            source, self.path, version=str(number), checksums=checksums, replace=os.path.lexists(self.path)
+            source,
+            self.path,
+            version=str(number),
+            checksums=checksums,
+            replace=os.path.lexists(self.path),
+            on_progress=on_progress,
         )
         self._proven = True
         journal.save(journal.state.mirrored(journal.state.epoch))
@@ -94,16 +105,17 @@ class Follower:
         mirror = self._opened()
         return mirror is not None and version_number(mirror.version) == number
 
-    def follow(self, look: Look) -> Followed:
+    def follow(self, look: Look, *, on_progress: OnProgress | None = None) -> Followed:
         """Bring the mirror to the version that ``look`` saw, and say from where it is to be published.
 
         A delta in a format that the service does not take is converted on the way. Doing it again after a kill changes
-        nothing. Raises SnapshotChainError for a delta on a version that the mirror does not hold and that cannot be
-        fetched, ChecksumError naming tensors that do not come out as the trainer recorded.
+        nothing. What ``on_progress`` raises ends it, and leaves the mirror at its version. Raises SnapshotChainError
+        for a delta on a version that the mirror does not hold and that cannot be fetched, ChecksumError naming tensors
+        that do not come out as the trainer recorded.
         """
         assert look.number is not None
         if look.kind is WriteKind.FULL:
-            mirror = self.reset(look.path, look.number)
+            mirror = self.reset(look.path, look.number, on_progress=on_progress)
             size = sum(tensor.size_bytes for tensor in open_checkpoint(mirror.path).tensors.values())
             return Followed(path=look.path, total_tensors=len(mirror.checksums), total_bytes=size, changed_bytes=size)
         mirror = self._at_base_of(look)
@@ -122,19 +134,19 @@ class Follower:
         if look.foreign:
             followed = attrs.evolve(followed, path=self._converted(mirror, look, applied=applied))
         if not applied:
-            self._apply(mirror, look)
+            self._apply(mirror, look, on_progress)
         return followed
 
-    def _apply(self, mirror: WeightMirror, look: Look) -> None:
+    def _apply(self, mirror: WeightMirror, look: Look, on_progress: OnProgress | None) -> None:
         """Apply a delta. A mirror that lay here at the start and does not fit is made again from the bucket, once."""
         try:
-            mirror.apply_delta(look.path)
+            mirror.apply_delta(look.path, on_progress=on_progress)
         except ChecksumError as error:
             known = self._journal.state.acknowledged
             if self._proven or known is None or not (known.any_base or known.holds(look.base_number)):
                 raise
             self._log("the mirror that was found does not have the bytes of %s: %s", known.identity, error)
-            self._fetch(known, look).apply_delta(look.path)
+            self._fetch(known, look).apply_delta(look.path, on_progress=on_progress)
         self._proven = True
 
     def _at_base_of(self, look: Look) -> WeightMirror:

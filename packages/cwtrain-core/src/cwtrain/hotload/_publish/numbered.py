@@ -75,7 +75,7 @@ class Numbered:
             return self.outcome(SnapshotChoice.SKIP, seen.number, PublishState.COMPLETED, measures, budget)
         hot_loads = self.sender.hot_loads_to(state.acknowledged.identity if state.acknowledged else None, budget)
         deltas = self.deltas(hot_loads)
-        followed = self._follow(look, measures)
+        followed = self._follow(look, measures, budget)
         written = Written(number=seen.number, kind=look.kind, content=seen.content or self._content_now(look))
         directory = look.path if self.settings.cleanup else None  # kept only for what deletes them
         state = self.journal.save(self.journal.state.wrote(written, base=look.base_number, directory=directory))
@@ -175,13 +175,17 @@ class Numbered:
             return 0
         return chains.chain_of(found, hot_loads).deltas
 
-    def _follow(self, look: Look, measures: Measures) -> Followed:
+    def _follow(self, look: Look, measures: Measures, budget: Budget) -> Followed:
         if self.follower is None:
             if look.kind is WriteKind.DELTA and look.foreign:
                 inspect_snapshot(look.path, previous_identity="-")  # its refusal names the trainer's flag
             return Followed(path=look.path)
         started = self.clock()
-        followed = self.follower.follow(look)
+
+        def still(done: int, total: int) -> None:
+            budget.check(f"still bringing the mirror to version {look.number} ({done} of {total} bytes)")
+
+        followed = self.follower.follow(look, on_progress=still)
         measures.mirror_seconds = self.clock() - started
         measures.total_tensors, measures.total_bytes = followed.total_tensors, followed.total_bytes
         measures.changed_bytes = followed.changed_bytes

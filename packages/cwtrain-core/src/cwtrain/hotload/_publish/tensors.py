@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 
 import attrs
 
 from cwtrain.errors import ConfigError, HotLoadError, SnapshotError
 from cwtrain.events import SnapshotUploaded, SyncSkipped, SyncStarted, WeightsWritten
 from cwtrain.hotload import chain as chains
+from cwtrain.hotload._publish.arguments import NamedTensors
 from cwtrain.hotload._publish.decide import Decision, Rules, Seen, decide, fall_back
 from cwtrain.hotload._publish.look import Look
 from cwtrain.hotload._publish.numbered import Numbered
 from cwtrain.hotload._publish.outcome import PublishOutcome, PublishState
-from cwtrain.hotload._publish.plan import TensorBase, TensorPlan, Tensors
+from cwtrain.hotload._publish.plan import TensorBase, TensorPlan
 from cwtrain.hotload._publish.report import Measures
 from cwtrain.hotload._publish.send import Budget, ended_badly
 from cwtrain.hotload._publish.state import Pending, WriteKind, Written
@@ -29,7 +29,6 @@ from cwtrain.hotload.writer import WrittenSnapshot, new_upload_id
 from cwtrain.models.service import HotLoad, HotLoadState
 from cwtrain.models.snapshot import PublishPlan, SnapshotKind
 from cwtrain.models.sync import SnapshotChoice, WeightSyncRequest
-from cwtrain.snapshots._inputs import tensor_input
 from cwtrain.snapshots._write import require_space
 from cwtrain.snapshots.identity import version_number
 
@@ -160,7 +159,7 @@ class TensorFeed:
 
     # -- by one rank -----------------------------------------------------------------------------------------------
 
-    def publish(self, tensors: Tensors, number: int, event: WeightsWritten, budget: Budget) -> PublishOutcome:
+    def publish(self, tensors: NamedTensors, number: int, event: WeightsWritten, budget: Budget) -> PublishOutcome:
         """Encode, upload and hot-load ``tensors`` as version ``number``; a delta that fails comes once more in full."""
         self._check_room(tensors)
         self.place(number, budget)
@@ -209,7 +208,7 @@ class TensorFeed:
         numbered.opening.refuse_if_taken_over(budget)
 
     def _write(
-        self, tensors: Tensors, number: int, event: WeightsWritten, budget: Budget, *, again: Decision | None
+        self, tensors: NamedTensors, number: int, event: WeightsWritten, budget: Budget, *, again: Decision | None
     ) -> tuple[TensorPlan, WrittenSnapshot] | PublishOutcome:
         """Write the snapshot; after an outage from the beginning, under the next name."""
         sender = self.numbered.sender
@@ -220,12 +219,11 @@ class TensorFeed:
             plan = self.begin(number, event, budget, held=base.identity if base is not None else None, again=again)
             if isinstance(plan, PublishOutcome):
                 return plan
-            pairs = tensors.items() if isinstance(tensors, Mapping) else tensors()
             workers = self.numbered.settings.upload_workers
             with plan.writer(loader.store, loader.location, base=base, upload_workers=workers) as writer:
-                for name, tensor in pairs:
+                for name, tensor, dtype in tensors:
                     budget.check(f"still writing {plan.identity}")
-                    writer.add(name, tensor)
+                    writer.add(name, tensor, dtype=dtype)
                 return plan, writer.finalise([writer.close()])
 
         return sender.through_outages(attempt, budget, f"writing version {number}")
@@ -276,12 +274,11 @@ class TensorFeed:
         self._base = base = MirrorBase(mirror, identity)
         return base
 
-    def _check_room(self, tensors: Tensors) -> None:
+    def _check_room(self, tensors: NamedTensors) -> None:
         """Refuse, at the start, a base for which there is no room."""
-        if self._checked or not isinstance(tensors, Mapping):
+        if self._checked or (size := tensors.size_bytes) is None:
             return
         self._checked = True
-        size = sum(tensor_input(name, tensor).size_bytes for name, tensor in tensors.items())
         if self.where is TensorBase.MEMORY and (free := _memory_available()) is not None and size > free:
             raise ConfigError(
                 f"the base of the next delta takes {size} bytes of memory, {free} are available",
