@@ -227,7 +227,10 @@ class Source:
         except FileNotFoundError as error:
             raise self.changed("it is gone") from error
         except OSError as error:
-            raise SnapshotError(f"{self.file.path} cannot be opened: {error.strerror}") from error
+            raise SnapshotError(
+                f"{self.file.path} cannot be opened: {error.strerror}",
+                hint="check its permissions and the file system, then run it again: what was sent is kept",
+            ) from error
         self._opened = now = os.fstat(self._fd)
         if now.st_size != self.file.file_bytes:
             raise self.changed(f"it had {self.file.file_bytes} bytes and has {now.st_size}")
