@@ -93,7 +93,7 @@ def rows(bench: Any, row: Callable[..., Any], warm: Callable[..., None], tell: C
         yield bench.interleave(found, lambda who: delta(who, base, one))
     found = row("publish delta, 1.2% changed, http", at_least=3.5, aim=5, verified="fetched and decoded")
     found.note = "988 MB in any run. The peer: write_delta, then publish; ours: tensors in memory, streamed"
-    yield bench.interleave(found, lambda who: delta(who, old, new))
+    yield bench.interleave(found, lambda who: delta(who, old, new), rounds=bench.more_rounds)
     found = row("publish full, http", at_least=2.5, aim=3.2, verified="fetched and compared")
     found.note = "with per-tensor checksums. The peer: write_full_snapshot, then publish; ours: streamed"
     yield bench.interleave(found, full)
