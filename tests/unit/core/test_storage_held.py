@@ -11,11 +11,11 @@ import attrs
 import pytest
 
 from cwtrain.errors import SnapshotChangedError
-from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
-from cwtrain.storage import Fault, Location, MemoryStore, upload_objects
+from cwtrain.models.snapshot import SnapshotFile
+from cwtrain.storage import Location
 from cwtrain.storage._part_bodies import FileSpan, HeldBody
 from cwtrain.storage._source import SendingStopped, Source
-from cwtrain.storage.upload import PartSizes
+from helpers.file_changes import CHANGES, check_a_change_is_found
 from helpers.upload_files import noise, sha256, write
 
 HERE = Location("memory")
@@ -30,30 +30,6 @@ def held(directory: Path, data: bytes) -> SnapshotFile:
 
 def bytes_of(span: FileSpan | memoryview) -> bytes:
     return os.pread(span.fd, span.size, span.offset) if isinstance(span, FileSpan) else bytes(span)
-
-
-def overwrite(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(50_000)
-        file.write(b"Z" * 1024)
-
-
-def overwrite_with_the_old_time(path: Path) -> None:
-    about = os.stat(path)
-    overwrite(path)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-
-
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"more")
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, 20_000)
-
-
-CHANGES = [overwrite, overwrite_with_the_old_time, append, truncate]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7_999, 8_000, 8_001, SIZE])
@@ -153,22 +129,7 @@ def test_a_request_that_hangs_reads_no_other_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_while_it_is_sent(tmp_path: Path, change: Callable[[Path], None], multipart: bool) -> None:
     """B21: an owner that breaks its word is found out, and nothing half is left."""
-    files = [held(tmp_path / "c", noise(1, SIZE)), *write(tmp_path / "c", {INDEX_NAME: b"{}"})]
-    call = "upload_part" if multipart else "put"
-    store = MemoryStore(faults=[Fault(call=call, key="safetensors", action=lambda: change(tmp_path / "c" / SHARD))])
-    sizes = PartSizes(multipart_above_bytes=20_000 if multipart else 1 << 20, part_bytes=8_000)
-    with pytest.raises(SnapshotChangedError, match="changed after it was inspected"):
-        upload_objects(
-            files,
-            store=store,
-            location=HERE,
-            identity="v1",
-            workers=1,
-            sizes=sizes,
-            record_directory=str(tmp_path),
-        )
-    assert store.uploads == {}
-    assert set(store.objects) == {HERE.claim_key("v1")}
+    check_a_change_is_found(held(tmp_path / "c", noise(1, SIZE)), change, multipart=multipart)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -20,6 +20,15 @@ from cwtrain.storage import Fault, Location, MemoryStore, upload_objects
 from cwtrain.storage._buffers import Buffers
 from cwtrain.storage._source import SendingStopped, Source
 from cwtrain.storage.upload import PartSizes
+from helpers.file_changes import (
+    CHANGES,
+    append,
+    check_a_change_is_found,
+    overwrite,
+    overwrite_unseen,
+    truncate,
+    truncate_unseen,
+)
 from helpers.upload_files import describe, noise, sha256, write
 
 HERE = Location("memory")
@@ -33,34 +42,6 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def overwrite(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(50_000)
-        file.write(b"Z" * 1024)
-
-
-def overwrite_unseen(path: Path) -> None:
-    """As through a memory map, or on a file system with coarse times: the time stays."""
-    about = os.stat(path)
-    overwrite(path)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-
-
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"more")
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, 20_000)
-
-
-def truncate_unseen(path: Path) -> None:
-    about = os.stat(path)
-    os.truncate(path, 20_000)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-
-
 def rename_over(path: Path) -> None:
     path.with_suffix(".new").write_bytes(noise(9, SIZE))
     os.replace(path.with_suffix(".new"), path)
@@ -68,9 +49,6 @@ def rename_over(path: Path) -> None:
 
 def unlink(path: Path) -> None:
     path.unlink()
-
-
-CHANGES = [overwrite, overwrite_unseen, append, truncate, truncate_unseen]
 
 
 @pytest.mark.parametrize("multipart", [True, False], ids=["multipart", "single"])
@@ -313,22 +291,7 @@ def test_a_turn_that_never_comes_ends_with_the_upload(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_while_a_known_file_is_sent(tmp_path: Path, change: Callable[[Path], None], multipart: bool) -> None:
     """B21: also what no time shows is found, because what is sent is what is hashed."""
-    files = [known(tmp_path / "c", noise(1, SIZE)), *write(tmp_path / "c", {INDEX_NAME: b"{}"})]
-    call = "upload_part" if multipart else "put"
-    store = MemoryStore(faults=[Fault(call=call, key="safetensors", action=lambda: change(tmp_path / "c" / SHARD))])
-    sizes = PartSizes(multipart_above_bytes=20_000 if multipart else 1 << 20, part_bytes=8_000)
-    with pytest.raises(SnapshotChangedError, match="changed after it was inspected"):
-        upload_objects(
-            files,
-            store=store,
-            location=HERE,
-            identity="v1",
-            workers=1,
-            sizes=sizes,
-            record_directory=str(tmp_path),
-        )
-    assert store.uploads == {}
-    assert set(store.objects) == {HERE.claim_key("v1")}
+    check_a_change_is_found(known(tmp_path / "c", noise(1, SIZE)), change, multipart=multipart)
 
 
 @pytest.mark.parametrize("part_bytes", [8_000, 1 << 20])
