@@ -18,6 +18,7 @@ import requests
 from cwtrain_emulator.control_client import ControlError
 from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.pytest_plugin import Bucket, Faults
+from cwtrain_emulator.s3.client import S3Client, S3Config
 from helpers import tiny_delta
 from helpers.conformance import put_snapshot
 from helpers.emulator_api import Api, hot_load_body
@@ -313,6 +314,21 @@ def test_only_the_service_is_struck(
     assert one_try.list_objects_v2(Bucket=store.name)["KeyCount"] > 0
     answer = service.call("POST", "/hotLoads", hot_load_body(served["spec"]["id"], served["v1"]))
     assert answer.status_code in (400, 403, 503), answer.text
+
+
+def test_a_bucket_that_is_listed_but_not_read_is_told_from_one_that_is_read(
+    emulator: Emulator, store: Bucket, one_try: Any, faults: Faults, key: str
+) -> None:
+    """A store that was killed lists its objects before it can read them; the emulator waits for the second."""
+    access, secret = emulator.access_key_id, emulator.secret_access_key
+    client = S3Client(S3Config(emulator.s3_endpoint, access, secret, emulator.region), attempts=1)
+    one_try.put_object(Bucket=store.name, Key=key, Body=b"bytes")
+    faults.add("store", "status", status=500, path=r"/faults-")
+    assert one_try.list_objects_v2(Bucket=store.name)["KeyCount"] > 0
+    assert not client.can_read(store.name)
+    faults.clear()
+    assert client.can_read(store.name)
+    client.close()
 
 
 def test_connections_to_the_bucket(one_try: Any, store: Bucket, faults: Faults, key: str) -> None:

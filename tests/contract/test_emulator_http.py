@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -141,6 +142,23 @@ def test_bodies_have_a_limit(api: Api) -> None:
 
     answer = api.session.post(f"{api.base_url}{PREFIX}/gateways", data=endless(), timeout=30)
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("listener", ["api", "gateway"])
+def test_what_is_no_http_hears_its_refusal_while_it_still_sends(
+    api: Api, emulator: Emulator, gateway: Mapping[str, Any], listener: str
+) -> None:
+    """A connection that is closed on a sender is reset, and the reset takes the answer with it."""
+    url = emulator.base_url if listener == "api" else gateway["status"]["endpoints"][0]
+    origin = urllib.parse.urlsplit(url)
+    with socket.create_connection((origin.hostname or "", origin.port or 0), timeout=30) as connection:
+        connection.sendall(b"get /v1 HTTP/1.1\r\nHost: x\r\nX-Bad: \x00\r\nContent-Length: 4\r\n\r\n")
+        said = connection.recv(1)
+        for part in (b"bo", b"dy", b"and more"):
+            connection.sendall(part)
+        while more := connection.recv(1 << 16):
+            said += more
+    assert said.startswith(b"HTTP/1.1 400 ")
 
 
 def test_unknown_paths_and_methods(api: Api) -> None:
@@ -512,7 +530,8 @@ def test_a_kill_loses_nothing_and_leaves_no_orphan(tmp_path: Path, model: Files)
         emulator.start()
         assert (emulator.env, emulator.base_url) == (env, base_url)
 
-        assert api.ended(mine)["status"]["state"] == "HOT_LOAD_STATE_COMPLETED"
+        ended = api.ended(mine)
+        assert ended["status"]["state"] == "HOT_LOAD_STATE_COMPLETED", ended
         assert api.until_status(f"/gateways/{gateway['spec']['id']}", "gateway") == gateway
         assert api.ok("GET", f"/deployments/{deployment_id}")["deployment"]["spec"] == made["spec"]
         for replica in replica_names(api, deployment_id):

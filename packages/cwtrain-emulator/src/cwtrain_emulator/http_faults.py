@@ -16,6 +16,7 @@ from cwtrain_emulator.gateway.errors import GatewayError
 
 __all__ = ["Faulty", "HangUpProtocol"]
 
+_LINGER_SECONDS = 1.0
 _TRANSPORTS: MutableMapping[tuple[Any, Any], asyncio.Transport] = {}
 _CODES = {
     400: "INVALID_ARGUMENT",
@@ -37,13 +38,33 @@ _HTML = (
 
 
 class HangUpProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which remembers its transport so that a fault can close a connection in mid-answer."""
+    """uvicorn's HTTP/1.1, which remembers its transport so that a fault can close a connection in mid-answer.
+
+    What is no HTTP is refused so that the refusal is heard: a connection closed while the caller still sends is
+    reset, and a reset may take the answer with it.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Note the connection."""
         super().connection_made(transport)
+        self._refused = False
         self._key = (self.client, self.server)
         _TRANSPORTS[self._key] = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Take the next bytes; those after a refusal go nowhere."""
+        if not self._refused:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; the caller may send on for a moment."""
+        self._refused = True
+        body = msg.encode("ascii", "replace")
+        head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""

@@ -28,6 +28,7 @@ _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 _CHUNK_BYTES = 1 << 20
 _MAX_REPLY_BYTES = 16 << 20
 _RETRIED = frozenset({500, 502, 503, 504})
+_TRIED_OBJECTS = 3
 
 
 class S3Error(Exception):
@@ -117,6 +118,22 @@ class S3Client:
             upload_id = upload.findtext("{*}UploadId") or ""
             self._call("DELETE", bucket, upload.findtext("{*}Key") or "", query={"uploadId": upload_id})
         return len(found)
+
+    def can_read(self, bucket: str) -> bool:
+        """Return True when the bucket's objects can be read, not only listed; of an empty bucket, True.
+
+        A few are tried, a byte of each: one may have been damaged by a crash. Raises S3Error when listing fails.
+        """
+        page = _parse_listing(self._call("GET", bucket, "", query={"list-type": "2", "max-keys": "100"}))[0]
+        tried = [info for info in page if info.size_bytes][:_TRIED_OBJECTS]
+        return not tried or any(self._reads(bucket, info.key) for info in tried)
+
+    def _reads(self, bucket: str, key: str) -> bool:
+        try:
+            with self._answer("GET", bucket, key, {}) as answer:
+                return len(answer.read(1)) == 1
+        except (S3Error, OSError, http.client.HTTPException):
+            return False
 
     def get(self, bucket: str, key: str, *, limit: int = _MAX_REPLY_BYTES) -> bytes:
         """Return an object's bytes; raise S3Error when it is missing or longer than `limit` bytes."""

@@ -28,6 +28,7 @@ _PORTS = 5
 # Below the usual range of ephemeral ports (32768 up), gRPC ports included, so that no outgoing connection takes one.
 _LOWEST_PORT, _HIGHEST_PORT = 12_000, 22_000
 _START_SECONDS = 60.0
+_READABLE_SECONDS = 20.0
 _RETRY_SECONDS = 1.0
 _LAST_LINES = 8
 
@@ -159,12 +160,23 @@ class WeedServer:
             )
 
     async def _answers(self, deadline: float) -> bool:
-        """Wait until the bucket exists; False when the process ended or time ran out."""
+        """Wait until the bucket exists and is read; False when the process ended or time ran out.
+
+        On a busy machine a store that was killed lists its objects some seconds before it can read them: its volumes
+        have not been heard of yet. Should none be readable for long, their data is lost, and waiting brings none back.
+        """
         access, secret = self._keys.s3_admin
         client = S3Client(S3Config(self.endpoint, access, secret, self._region), timeout=5.0, attempts=1)
+        patience: float | None = None
         while time.monotonic() < deadline and self._process is not None and self._process.returncode is None:
-            if await asyncio.to_thread(_try_bucket, client, self._bucket):
+            readable = await asyncio.to_thread(_try_bucket, client, self._bucket)
+            if readable:
                 return True
+            if readable is False:
+                patience = patience or time.monotonic() + _READABLE_SECONDS
+                if time.monotonic() > patience:
+                    _log.warning("SeaweedFS lists objects that it cannot read; their data may be lost")
+                    return True
             await asyncio.sleep(0.02)
         return False
 
@@ -191,15 +203,15 @@ class WeedServer:
         return path
 
 
-def _try_bucket(client: S3Client, bucket: str) -> bool:
+def _try_bucket(client: S3Client, bucket: str) -> bool | None:
+    """Make the bucket; return True when its objects can be read, False when only listed, None when neither."""
     try:
         client.create_bucket(bucket)
-        client.list_objects(bucket, "_", limit=1 << 40)
+        return client.can_read(bucket)
     except S3Error:
-        return False
+        return None
     finally:
         client.close()
-    return True
 
 
 def _free_ports(preferred: int | None) -> int:
