@@ -22,7 +22,7 @@ from cwtrain.hotload import (
     inspect_snapshot,
     new_upload_id,
 )
-from cwtrain.hotload._writer_arguments import delta_bytes, encoders
+from cwtrain.hotload._writer_arguments import delta_bytes, encoders, piece_bytes, stream_sizes
 from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.hotload.delta import write_delta
 from cwtrain.hotload.verify import verify_snapshot
@@ -122,10 +122,13 @@ def test_a_large_object_goes_in_parts_and_its_first_one_last(store: MemoryStore,
 
 
 def test_a_delta_is_what_write_delta_writes(store: MemoryStore, sides: Path, tmp_path: Path) -> None:
-    """The same frames, tensor by tensor, as from two directories: one encoder, however the tensors come."""
+    """The same frames, tensor by tensor, as from two directories: one encoder, however the tensors come.
+
+    With two workers, as pieces are of the same size then.
+    """
     old, new = make_state(1, scale=8), next_state(make_state(1, scale=8), 2)
     base = filled(MemoryBase(), store, PLACE, old, sides)
-    written = write(store, "v1", new, kind="delta", base=base)
+    written = write(store, "v1", new, kind="delta", base=base, workers=2)
     write(store, "w1", new, kind="full", side_files=sides)
     before, after = (download(store, PLACE, name, tmp_path / name) for name in ("v0", "w1"))
     stats = write_delta(before, after, tmp_path / "delta", version=1, base_version=0)
@@ -251,6 +254,25 @@ def test_a_small_model_takes_no_other_thread_than_the_callers(store: MemoryStore
         writer.finalise([writer.close()])
     assert encoders(None, 320 << 20, work_bytes=200 << 30) == min(8, usable_cores())
     assert encoders(3, 320 << 20, work_bytes=1) == 3
+
+
+@pytest.mark.parametrize(("workers", "piece"), [(1, 2 << 20), (2, 1 << 20)])
+def test_a_thread_that_encodes_alone_takes_larger_pieces(
+    store: MemoryStore, sides: Path, workers: int, piece: int
+) -> None:
+    """Differences around the edges of pieces of either size come through, and the memory for them is set aside."""
+    size = 5 * (1 << 20) + 12345
+    old = {"t": np.zeros(size, np.uint8)}
+    new = {"t": old["t"].copy()}
+    edges = [edge + by for edge in range(0, size, 1 << 20) for by in (-1, 0, 1)]
+    new["t"][[place for place in (*edges, size - 1) if 0 <= place < size]] = 7
+    base = filled(MemoryBase(), store, PLACE, old, sides)
+    write(store, "v1", new, kind="delta", base=base, workers=workers)
+    assert tensors_in(store, PLACE, "v1", old) == {"t": new["t"].tobytes()}
+    assert piece_bytes(320 << 20, workers) == piece
+    assert piece_bytes(128 << 20, workers) == 1 << 20
+    least = 64 + 16 * max(workers, piece >> 20)
+    assert stream_sizes(320 << 20, workers).pool_bytes == (320 - least) << 20
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a rank's own", "shared"])

@@ -8,11 +8,21 @@ from cwtrain.errors import ConfigError, SnapshotError
 from cwtrain.hotload._writer_side import read_side_files
 from cwtrain.hotload.bases import BaseTensors
 from cwtrain.models.snapshot import SnapshotKind
+from cwtrain.snapshots._codec import CHUNK_BYTES
 from cwtrain.snapshots._parallel import BASE_BYTES, WORKER_BYTES, usable_cores, worker_count
 from cwtrain.snapshots.identity import check_previous_identity
 from cwtrain.storage.stream import StreamSizes
 
-__all__ = ["check_sending", "delta_bytes", "encoders", "kind_of", "predecessor", "side_directory", "stream_sizes"]
+__all__ = [
+    "check_sending",
+    "delta_bytes",
+    "encoders",
+    "kind_of",
+    "piece_bytes",
+    "predecessor",
+    "side_directory",
+    "stream_sizes",
+]
 
 _MIB = 1 << 20
 _MOST_WORKERS = 8
@@ -82,7 +92,7 @@ def encoders(workers: int | None, memory_bytes: int, *, work_bytes: int | None =
     Where ``workers`` is not given but ``work_bytes``, one for each started share of it: see ``_SHARE_BYTES``.
     """
     worker_count(workers)  # a wrong argument comes first
-    room = (memory_bytes - BASE_BYTES - _LEAST_POOL_BYTES) // WORKER_BYTES
+    room = _room(memory_bytes)
     if room < 1:
         raise ConfigError(
             f"memory_bytes={memory_bytes} is not enough to write a snapshot",
@@ -98,9 +108,22 @@ def delta_bytes(base: BaseTensors, ranks: int) -> int:
     return size // ranks if base.shared else size
 
 
+def _room(memory_bytes: int) -> int:
+    """Return how many workers fit beside the least that sending needs."""
+    return (memory_bytes - BASE_BYTES - _LEAST_POOL_BYTES) // WORKER_BYTES
+
+
+def piece_bytes(memory_bytes: int, workers: int) -> int:
+    """Return how large the pieces of a delta are: a thread that encodes alone gets twice as much, and its memory.
+
+    That takes a twelfth less CPU: each piece costs some 150 microseconds beside its bytes.
+    """
+    return 2 * CHUNK_BYTES if workers == 1 and _room(memory_bytes) >= 2 else CHUNK_BYTES
+
+
 def stream_sizes(memory_bytes: int, workers: int) -> StreamSizes:
     """Return how the memory that the encoders leave is used: shards so large that several are on their way at once."""
-    pool = memory_bytes - BASE_BYTES - workers * WORKER_BYTES
+    pool = memory_bytes - BASE_BYTES - workers * WORKER_BYTES * piece_bytes(memory_bytes, workers) // CHUNK_BYTES
     return StreamSizes(
         pool_bytes=pool,
         part_bytes=16 * _MIB if pool >= 128 * _MIB else 8 * _MIB,

@@ -35,6 +35,7 @@ from cwtrain.hotload._writer_arguments import (
     delta_bytes,
     encoders,
     kind_of,
+    piece_bytes,
     predecessor,
     side_directory,
     stream_sizes,
@@ -161,7 +162,9 @@ class SnapshotWriter:
         if self._full or base is None:
             self._pipeline = FullPipeline(self._sink, base, workers=count)
         else:
-            self._pipeline = DeltaPipeline(self._sink, base, workers=count, waiting=_JOBS_A_WORKER * count)
+            chunk_bytes = piece_bytes(memory_bytes, count)
+            waiting = _JOBS_A_WORKER * count
+            self._pipeline = DeltaPipeline(self._sink, base, workers=count, waiting=waiting, chunk_bytes=chunk_bytes)
         if base is not None:
             base.begin(fill=self._full)
 

@@ -3,7 +3,7 @@
 Workers read the new bytes where they lie, and ``add`` returns when the last of them was read, not when it was encoded;
 small tensors are copied, and several of them go to a worker together. A worker reads the old bytes beside the new ones,
 compresses the difference and leaves the new bytes to the base. What came of it goes to the sink in the order in which
-it came in. Frames are the same as those of ``write_delta``.
+it came in. With pieces of the same size frames are the same as those of ``write_delta``.
 
 The caller's thread is one of the workers: where it would wait for another, it takes a job itself. A thread that sleeps
 and is woken for every tensor costs more than many a tensor does.
@@ -97,7 +97,7 @@ class _Job:
 class DeltaPipeline:
     """Makes frames with ``workers`` threads, the caller's among them.
 
-    At most ``waiting`` jobs, of 1 MiB of tensors each, are on their way.
+    At most ``waiting`` jobs, of ``chunk_bytes`` of tensors each, are on their way.
     """
 
     def __init__(self, sink: Sink, old: Old, *, workers: int, waiting: int, chunk_bytes: int = CHUNK_BYTES) -> None:
