@@ -272,6 +272,38 @@ def test_credentials_that_expire_in_the_middle(
         assert {request.headers["x-amz-security-token"] for request in server.requests} == {"tOLD", "tNEW"}
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, "ExpiredToken", "have expired"),
+        (403, "InvalidAccessKeyId", "does not accept the credentials"),
+        (403, "SignatureDoesNotMatch", "does not accept the signature"),
+        (403, "RequestTimeTooSkewed", "RequestTimeTooSkewed"),
+        (403, "AccessDenied", "s3:GetObject is refused"),
+        (400, "AuthorizationHeaderMalformed", "does not accept the region"),
+    ],
+)
+def test_why_an_object_may_not_be_looked_at_is_said(status: int, code: str, said: str) -> None:
+    """The refusal of a HEAD has no body: it looks the same whatever the reason."""
+    state = ScriptedS3(script=lambda request, _: Answer(status, code))
+    with scripted_s3(state) as server:
+        store = S3Store(s3_client(server.url, aws_access_key_id="a", aws_secret_access_key="b"), BUCKET)
+        with pytest.raises(StorageError, match=said) as refused:
+            store.head("x")
+        assert code in str(refused.value)
+
+
+def test_a_look_that_is_refused_for_no_reason_stays_refused() -> None:
+    """Where only HEAD is refused, what a GET says changes nothing."""
+    state = ScriptedS3(script=lambda request, _: Answer(403) if request.operation == "HeadObject" else None)
+    with scripted_s3(state) as server:
+        store = S3Store(s3_client(server.url, aws_access_key_id="a", aws_secret_access_key="b"), BUCKET)
+        store.put("x", Blocks(b"x"))
+        for key in ("x", "absent"):
+            with pytest.raises(StorageAccessError, match="s3:GetObject is refused"):
+                store.head(key)
+
+
 def test_keys_in_the_program_are_the_program_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
     state = ScriptedS3(script=lambda request, _: Answer(403, "ExpiredToken"))

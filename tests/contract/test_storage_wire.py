@@ -142,8 +142,11 @@ def test_a_refused_region_is_named_with_its_source() -> None:
             list(store_at(server).list_objects(""))
         for part in (ZONE, "AWS_REGION", "US-WEST-01A", f"s3://{BUCKET}"):
             assert part in str(refused.value)
-        with pytest.raises(StorageRegionError, match="without saying why"):
+        with pytest.raises(StorageRegionError, match="the store expects 'US-WEST-01A'"):
             store_at(server).head("x")
+    silent = ScriptedS3(script=lambda request, _: Answer(400) if request.operation == "HeadObject" else None)
+    with scripted_s3(silent) as server, pytest.raises(StorageRegionError, match="without saying why"):
+        store_at(server).head("x")
 
 
 def test_a_refused_signature_names_the_region() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from cwtrain.errors import StorageNotFoundError, TransportError
+from cwtrain.errors import CWTrainError, StorageAccessError, StorageNotFoundError, StorageRegionError, TransportError
 from cwtrain.storage._learned import Learned
 from cwtrain.storage._signing import credentials_of
 from cwtrain.storage._translate import expired, translate
@@ -92,6 +92,9 @@ class S3Store:
             if error.code == "NoSuchBucket":
                 raise
             return None
+        except (StorageAccessError, StorageRegionError):
+            self._raise_reason(key)
+            raise
         return ObjectInfo(
             key=key,
             size_bytes=answer["ContentLength"],
@@ -99,6 +102,19 @@ class S3Store:
             metadata={name.lower(): value for name, value in answer.get("Metadata", {}).items()},
             etag=answer.get("ETag"),
         )
+
+    def _raise_reason(self, key: str) -> None:
+        """Raise why an object may not be looked at, where a GET says so: the refusal of a HEAD has no body."""
+
+        def ask() -> None:
+            self._client.get_object(Bucket=self._bucket, Key=key, Range="bytes=0-0")["Body"].close()
+
+        try:
+            self._call("s3:GetObject", key, ask)
+        except (StorageAccessError, StorageRegionError):
+            raise
+        except CWTrainError as error:
+            _log.debug("asking why a HEAD was refused failed: %s", error)
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Return all objects whose keys begin with ``prefix``, in the order of their keys."""
