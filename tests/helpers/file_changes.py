@@ -49,13 +49,16 @@ CHANGES = [overwrite, overwrite_unseen, append, truncate, truncate_unseen]
 
 
 def check_a_change_is_found(shard: SnapshotFile, change: Callable[[Path], None], *, multipart: bool) -> None:
-    """Upload ``shard``, changed while it is sent, and check that the upload is refused and leaves nothing half."""
+    """Upload ``shard``, changed while it is sent, and check that the upload is refused and leaves nothing half.
+
+    One worker sends in order, so the change is always ahead of what was sent.
+    """
     assert shard.path is not None
     path = Path(shard.path)
     files = [shard, *write(path.parent, {INDEX_NAME: b"{}"})]
     call = "upload_part" if multipart else "put"
     store = MemoryStore(faults=[Fault(call=call, key="safetensors", action=lambda: change(path))])
-    with pytest.raises(SnapshotChangedError, match="changed after it was inspected"):
+    with pytest.raises(SnapshotChangedError, match="changed after it was inspected") as changed:
         upload_objects(
             files,
             store=store,
@@ -65,5 +68,6 @@ def check_a_change_is_found(shard: SnapshotFile, change: Callable[[Path], None],
             sizes=PartSizes(multipart_above_bytes=20_000 if multipart else 1 << 20, part_bytes=8_000),
             record_directory=str(path.parent.parent),
         )
+    assert changed.value.file == str(path)
     assert store.uploads == {}
     assert set(store.objects) == {HERE.claim_key("v1")}

@@ -116,7 +116,7 @@ def _room(memory_bytes: int) -> int:
 def piece_bytes(memory_bytes: int, workers: int) -> int:
     """Return how large the pieces of a delta are: a thread that encodes alone gets twice as much, and its memory.
 
-    That takes a twelfth less CPU: each piece costs some 150 microseconds beside its bytes.
+    That takes about a twentieth less CPU: each piece costs some calls beside its bytes.
     """
     return 2 * CHUNK_BYTES if workers == 1 and _room(memory_bytes) >= 2 else CHUNK_BYTES
 
