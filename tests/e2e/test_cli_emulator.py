@@ -118,6 +118,19 @@ def test_preflight(emulator: Fixture, deployment: Fixture) -> None:
         assert name in nothing.stderr
 
 
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_a_check_whose_answers_are_lost_leaves_no_upload_open(
+    emulator: Fixture, deployment: Fixture, bucket: Fixture, faults: Fixture, method: str
+) -> None:
+    """The client repeats what begins an upload and what aborts it, and the store has done it the first time."""
+    prefix = f"{deployment['spec']['hotLoad']['pathPrefix']}/_preflight/"
+    cut = faults.add("store", "cut", method=method, path=prefix, times=1)
+    checked = run("hotload", "check", "--deployment", deployment["spec"]["id"], env=emulator.env)
+    assert checked.code == 0, checked.err
+    assert faults.struck(cut) == 1
+    assert "Uploads" not in bucket.client.list_multipart_uploads(Bucket=bucket.name, Prefix=prefix)
+
+
 def test_doctor_checks_the_bucket_of_the_named_deployment(emulator: Fixture, deployment: Fixture) -> None:
     done = run("doctor", env={**emulator.env, "CWTRAIN_HOTLOAD_DEPLOYMENT_ID": deployment["spec"]["id"]})
     assert done.data["bucket"]["result"] == "ok", done.err

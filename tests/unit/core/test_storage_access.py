@@ -7,11 +7,13 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from cwtrain.errors import ConfigError, StorageAccessError, StorageError, StorageNotFoundError
+from cwtrain.errors import ConfigError, StorageAccessError, StorageError, StorageNotFoundError, TransportError
 from cwtrain.storage import Fault, Location, MemoryStore, check_access
 from cwtrain.storage._open_uploads import UploadRecord, abort_left_open
 
@@ -29,6 +31,7 @@ def test_everything_allowed_and_nothing_left() -> None:
         "head",
         "create_upload",
         "abort_upload",
+        "list_uploads",
     )
 
 
@@ -69,6 +72,38 @@ def test_what_is_no_matter_of_permission_is_raised() -> None:
     report = check_access(MemoryStore(faults=[Fault(call="list_uploads", error=missing)]), HERE)
     assert report.ok
     assert report.checks[-1].allowed is None
+
+
+class Repeating(MemoryStore):
+    """A client that asks twice, as one does whose first answer is lost: the store has acted both times."""
+
+    def create_upload(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
+        super().create_upload(key, metadata=metadata)
+        return super().create_upload(key, metadata=metadata)
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        super().abort_upload(key, upload_id)
+        super().abort_upload(key, upload_id)
+
+
+def test_nothing_is_left_where_answers_are_lost() -> None:
+    store = Repeating()
+    assert check_access(store, HERE).ok
+    assert store.uploads == {}
+
+
+def test_what_a_check_left_open_that_did_not_come_to_its_end_is_aborted_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for error in (TransportError("the answer is lost"), KeyboardInterrupt()):
+        store = MemoryStore(faults=[Fault(call="create_upload", error=error, after=True)])
+        with pytest.raises(type(error)):
+            check_access(store, HERE)
+        assert len(store.uploads) == 1
+        assert check_access(store, HERE).ok
+        assert store.uploads == {}
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_location() -> None:

@@ -25,7 +25,7 @@ from cwtrain.storage._learned import learned_of
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore
 
-__all__ = ["UploadRecord", "abort_left_open", "abort_quietly"]
+__all__ = ["UploadRecord", "abort_abandoned", "abort_left_open", "abort_quietly"]
 
 _log = logging.getLogger("cwtrain.storage")
 _DAY = dt.timedelta(days=1)
@@ -131,16 +131,7 @@ def abort_left_open(
     The second needs the optional permission s3:ListBucketMultipartUploads, and is looked for at most once in an hour.
     ``new``: nobody has written under the identity before. Never raises: this is cleaning up.
     """
-    for path, left in record.abandoned():
-        gone = [
-            _abort_asked(store, key) if upload_id.startswith(_ASKED) else abort_quietly(store, key, upload_id)
-            for upload_id, key in left.items()
-        ]
-        if all(gone):
-            try:
-                os.unlink(path)
-            except OSError as error:
-                _log.debug("%s cannot be removed: %s", path, error)
+    abort_abandoned(record, store)
     # Without a prefix of its own, a deployment may share the bucket with strangers, whose uploads are left alone.
     if not location.root and new:
         return
@@ -154,6 +145,20 @@ def abort_left_open(
                 abort_quietly(store, upload.key, upload.upload_id)
     except CWTrainError as error:
         _log.debug("open multipart uploads cannot be listed: %s", error)
+
+
+def abort_abandoned(record: UploadRecord, store: ObjectStore) -> None:
+    """Abort what processes that no longer run left open under the same identity. Never raises."""
+    for path, left in record.abandoned():
+        gone = [
+            _abort_asked(store, key) if upload_id.startswith(_ASKED) else abort_quietly(store, key, upload_id)
+            for upload_id, key in left.items()
+        ]
+        if all(gone):
+            try:
+                os.unlink(path)
+            except OSError as error:
+                _log.debug("%s cannot be removed: %s", path, error)
 
 
 def _abort_asked(store: ObjectStore, key: str) -> bool:

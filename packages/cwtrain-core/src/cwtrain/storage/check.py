@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, cast
 
 import attrs
 
-from cwtrain.errors import StorageAccessError, StorageError
+from cwtrain.errors import StorageAccessError, StorageError, StorageNotFoundError
+from cwtrain.storage._open_uploads import UploadRecord, abort_abandoned, abort_quietly
 from cwtrain.storage.location import Location
-from cwtrain.storage.store import ObjectStore
+from cwtrain.storage.store import ObjectStore, OpenUpload
 
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
@@ -70,8 +72,9 @@ def check_access(store: ObjectStore | S3Client, location: Location) -> AccessRep
     """Return what the credentials behind ``store`` (an object store, or a boto3 client) may do under ``location``.
 
     Lists the prefix, asks for a random key under ``_preflight/``, begins a multipart upload on it and aborts that:
-    nothing is left. Refused permissions are in the report. Raises StorageError or TransportError for what is no matter
-    of permission: no such bucket, a wrong region, no credentials, no answer.
+    nothing is left, also where an answer was lost on the way. What a killed check left open is aborted by the next one
+    on the same machine, or by an upload after a day. Refused permissions are in the report. Raises StorageError or
+    TransportError for what is no matter of permission: no such bucket, a wrong region, no credentials, no answer.
     """
     target = _store(store, location.bucket)
     key = location.preflight_key(str(uuid.uuid4()))
@@ -81,30 +84,54 @@ def check_access(store: ObjectStore | S3Client, location: Location) -> AccessRep
         reading = attrs.evolve(
             reading, allowed=None, detail="without s3:ListBucket, a key that does not exist is refused as well"
         )
-    upload_id = ""
-
-    def begin() -> None:
-        nonlocal upload_id
-        upload_id = target.create_upload(key)
-
-    writing = _try("s3:PutObject", begin)
-    if upload_id:
-        aborting = _try("s3:AbortMultipartUpload", lambda: target.abort_upload(key, upload_id))
-        if not aborting.allowed:
-            _log.warning("the multipart upload %s of s3://%s/%s is still open", upload_id, target.bucket, key)
-    else:
-        aborting = PermissionCheck(
-            action="s3:AbortMultipartUpload", allowed=None, detail="cannot be tried without s3:PutObject"
-        )
-    open_uploads = _optional(
-        "s3:ListBucketMultipartUploads", lambda: next(iter(target.list_uploads(location.root)), None)
-    )
+    record = UploadRecord(target, location, "_preflight")
+    abort_abandoned(record, target)
+    try:
+        writing, aborting, open_uploads = _try_an_upload(target, key, record)
+    finally:
+        record.close()
     return AccessReport(
         bucket=target.bucket,
         path_prefix=location.path_prefix,
         endpoint=target.endpoint,
         checks=(listing, reading, writing, aborting, open_uploads),
     )
+
+
+def _try_an_upload(
+    store: ObjectStore, key: str, record: UploadRecord
+) -> tuple[PermissionCheck, PermissionCheck, PermissionCheck]:
+    """Return whether an upload of ``key`` may be begun, whether it may be aborted, and whether it can be listed."""
+    upload_id = ""
+
+    def begin() -> None:
+        nonlocal upload_id
+        with record.opening(key) as asked:
+            upload_id = store.create_upload(key)
+            record.opened(key, upload_id, asked)
+
+    def abort() -> None:
+        # Gone is as good: a repeat of a request whose answer was lost finds nothing.
+        with contextlib.suppress(StorageNotFoundError):
+            store.abort_upload(key, upload_id)
+
+    writing = _try("s3:PutObject", begin)
+    if upload_id:
+        aborting = _try("s3:AbortMultipartUpload", abort)
+        record.closed(upload_id)
+        if not aborting.allowed:
+            _log.warning("the multipart upload %s of s3://%s/%s is still open", upload_id, store.bucket, key)
+    else:
+        aborting = PermissionCheck(
+            action="s3:AbortMultipartUpload", allowed=None, detail="cannot be tried without s3:PutObject"
+        )
+    left: list[OpenUpload] = []
+    open_uploads = _optional("s3:ListBucketMultipartUploads", lambda: left.extend(store.list_uploads(key)))
+    if aborting.allowed:
+        # A request to begin that was repeated, as its answer was lost, has begun two.
+        for one in left:
+            abort_quietly(store, one.key, one.upload_id)
+    return writing, aborting, open_uploads
 
 
 def _store(store: ObjectStore | S3Client, bucket: str) -> ObjectStore:
