@@ -131,7 +131,7 @@ def test_sparse_updates_are_much_smaller_than_by_search():
     new = bytearray(old)
     for _ in range(5000):
         new[random_bytes.randrange(CHUNK // 2) * 2] ^= random_bytes.choice([1, 2, 3])
-    ours, theirs = (len(_codec.encode_xor(old, bytes(new), encoder)) for encoder in _zstd.ENCODERS)
+    ours, theirs = (len(_codec.encode_xor(old, bytes(new), encoder)) for encoder in ("sequences", "public"))
     assert ours < 0.72 * theirs
 
 

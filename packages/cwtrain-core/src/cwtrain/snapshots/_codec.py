@@ -21,7 +21,7 @@ import attrs
 import zstandard
 
 from cwtrain.snapshots._adler import adler32, adler32_hex, combine
-from cwtrain.snapshots._buffers import Lane, phase, positions_of, untouched
+from cwtrain.snapshots._buffers import Bytes, Lane, phase, positions_of, untouched
 from cwtrain.snapshots._decoder import Decoder
 from cwtrain.snapshots._frames import (
     BLOCK_BYTES,
@@ -33,9 +33,10 @@ from cwtrain.snapshots._frames import (
     frame_head,
     zero_blocks,
 )
-from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, SequenceBuilder
-from cwtrain.snapshots._xor import count_nonzero, xor_into, xor_view, xor_words
-from cwtrain.snapshots._zstd import LEVEL, Library, SequenceCompressor, address_of, encoder_library
+from cwtrain.snapshots._native import NativeBuilder, native_function
+from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, Found, SequenceBuilder
+from cwtrain.snapshots._xor import array_of, count_nonzero, xor_into, xor_words
+from cwtrain.snapshots._zstd import LEVEL, Library, SequenceCompressor, address_of, chosen_encoder, encoder_library
 
 __all__ = [
     "CHUNK_BYTES",
@@ -111,7 +112,7 @@ class DiffWorker:
     def take(self, new: memoryview) -> int:
         """Read the new bytes where they lie, once and for all, and return their checksum; ``diff_taken`` follows."""
         checksum = adler32(new)
-        xor_view(self._old.data, new)
+        self._subtract(array_of(new))
         return checksum
 
     def diff_taken(self, checksum: int, place: tuple[int, int]) -> Diff:
@@ -124,8 +125,12 @@ class DiffWorker:
         The old bytes are overwritten.
         """
         checksums = [adler32(view) for view in self._new_views]
-        xor_words(self._old.data, self._current.data)
+        self._subtract(self._current.data)
         return self._compress(checksums, places)
+
+    def _subtract(self, new: Bytes) -> None:
+        """Set the old bytes to old XOR new."""
+        xor_words(self._old.data, new)
 
     def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
         raise NotImplementedError
@@ -134,20 +139,23 @@ class DiffWorker:
 class _SequenceWorker(DiffWorker):
     """Finds the zeros itself and gives zstd the matches. About 10 MiB at the most, half of it at a few percent."""
 
-    def __init__(self, library: Library, chunk_bytes: int) -> None:
+    def __init__(self, library: Library, builder: SequenceBuilder | NativeBuilder, chunk_bytes: int) -> None:
         super().__init__(chunk_bytes)
-        self._builder = SequenceBuilder(chunk_bytes)
+        self._builder = builder
+        self._found: list[Found] = []
         self._compressor = SequenceCompressor(library)
         self._target = untouched(library.compressBound(chunk_bytes) + SPARE_BYTES)
         self._address = address_of(self._target)
 
+    def _subtract(self, new: Bytes) -> None:
+        self._found = self._builder.difference(self._old.data, new, self._lengths, self._positions)
+
     def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
-        found = self._builder.find(self._old.data, self._lengths, self._positions)
         compress, capacity = self._compressor.compress, len(self._target) - SPARE_BYTES
         records, source = self._builder.address, self._old.address
         diffs = []
         for checksum, length, position, (changed, first, count) in zip(
-            checksums, self._lengths, self._positions, found, strict=True
+            checksums, self._lengths, self._positions, self._found, strict=True
         ):
             if count == EQUAL:
                 diffs.append(Diff(checksum, 0, None))
@@ -218,12 +226,16 @@ class Codec:
 @attrs.frozen
 class _SequenceCodec(Codec):
     library: Library
+    function: Callable[..., None] | None
+    """What finds the zeros, compiled; None: the numpy code."""
     chunk_bytes: int
     name = "sequences"
     independent = True
 
     def worker(self) -> DiffWorker:
-        return _SequenceWorker(self.library, self.chunk_bytes)
+        size = self.chunk_bytes
+        builder = SequenceBuilder(size) if self.function is None else NativeBuilder(self.function, size)
+        return _SequenceWorker(self.library, builder, size)
 
     def head(self, size: int) -> bytes:
         return frame_head(size)
@@ -270,7 +282,10 @@ class _PublicCodec(Codec):
 def delta_codec(encoder: str | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> Codec:
     """Return the best codec there is, or the one that ``encoder`` (or the environment) names: see ``_zstd``."""
     library = encoder_library(encoder)
-    return _PublicCodec(chunk_bytes) if library is None else _SequenceCodec(library, chunk_bytes)
+    if library is None:
+        return _PublicCodec(chunk_bytes)
+    function = None if chosen_encoder(encoder) == "numpy" else native_function()
+    return _SequenceCodec(library, function, chunk_bytes)
 
 
 @attrs.frozen(kw_only=True)

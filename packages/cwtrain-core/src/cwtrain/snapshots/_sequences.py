@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Bytes, round_up
+from cwtrain.snapshots._xor import xor_words
 
 MIN_RUN = 5
 """A shorter run of zeros costs less as literals."""
@@ -83,6 +84,15 @@ class SequenceBuilder:
         self._ready = 0  # records that have their offset, which is always 1
         self.address = int(self._records.ctypes.data)
         """Address of the records: offset, literals, match length, 0."""
+
+    def records(self, count: int) -> npt.NDArray[np.int32]:
+        """Return the first records, which stay valid until the next call."""
+        return self._records[:count]
+
+    def difference(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
+        """Set ``old`` to old XOR new, and return what is in each part; see ``find``. Both have whole words."""
+        xor_words(old, new)
+        return self.find(old, lengths, positions)
 
     def find(self, data: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
         """Return what is in each part of ``data``: XORed bytes, each part from its position on, zeros between them.

@@ -18,9 +18,9 @@ def xor_words(target: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> No
     np.bitwise_xor(words, other.view(np.uint64), out=words)
 
 
-def xor_view(target: npt.NDArray[np.uint8], other: memoryview) -> None:
-    """Set ``target`` to ``target`` XOR ``other``, bytes that somebody else has; both have the same whole words."""
-    xor_words(target, np.frombuffer(other, dtype=np.uint8))
+def array_of(data: memoryview) -> npt.NDArray[np.uint8]:
+    """Return bytes that somebody else has as an array, without a copy."""
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def count_nonzero(data: memoryview) -> int:

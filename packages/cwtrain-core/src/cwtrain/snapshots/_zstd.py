@@ -4,7 +4,8 @@ The first way is needed to give zstd its matches (``ZSTD_compressSequences``), a
 is probed once, at first use: the library must be there, have all functions and a version that was tested, and take and
 give back two joined chunks. Where it does not, the second way does the same work, more slowly.
 
-``CWTRAIN_DELTA_ENCODER=sequences|public`` forces one of them; that is for tests and for reports of problems.
+``CWTRAIN_DELTA_ENCODER=sequences|public`` forces one of them, ``numpy`` the first without compiled code of ours: for
+tests, and for reports of problems.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TESTED = (10505, 10599)
 """Lowest and highest version of the library that is used through ctypes (1.5.5 to 1.5.x)."""
 
 ENCODER_VARIABLE = "CWTRAIN_DELTA_ENCODER"
-ENCODERS = ("sequences", "public")
+ENCODERS = ("sequences", "numpy", "public")
 
 _SIZE, _POINTER, _INT = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
 _RESET_SESSION = 1
@@ -217,16 +218,25 @@ def _works(found: Library) -> bool:
 def encoder_library(encoder: str | None = None, *, find: Callable[[], Library | None] = library) -> Library | None:
     """Return the library to encode and decode with (what ``find`` finds), None for the public interface.
 
-    ``encoder`` is ``sequences`` or ``public``; None means what ``CWTRAIN_DELTA_ENCODER`` says, or the best there is.
-    Raises ConfigError for another name, and for ``sequences`` where the library cannot be used.
+    ``encoder`` is one of ``ENCODERS``; None means what ``CWTRAIN_DELTA_ENCODER`` says, or the best there is. Raises
+    ConfigError for another name, and for ``sequences`` and ``numpy`` where the library cannot be used.
     """
-    choice = encoder or os.environ.get(ENCODER_VARIABLE, "").strip()
-    if choice not in ("", *ENCODERS):
-        raise ConfigError(f"{ENCODER_VARIABLE}={choice!r} is unknown", hint=f"use {' or '.join(ENCODERS)}, or unset it")
+    choice = chosen_encoder(encoder)
     found = None if choice == "public" else find()
-    if choice == "sequences" and found is None:
+    if choice and choice != "public" and found is None:
         raise ConfigError(
             "the zstd library inside the zstandard package cannot be used through ctypes",
             hint=f"unset {ENCODER_VARIABLE}: the public interface of zstandard does the same, more slowly",
         )
     return found
+
+
+def chosen_encoder(encoder: str | None = None) -> str:
+    """Return which of ``ENCODERS`` is asked for, by name or by the environment; empty: the best there is.
+
+    Raises ConfigError for another name.
+    """
+    choice = encoder or os.environ.get(ENCODER_VARIABLE, "").strip()
+    if choice not in ("", *ENCODERS):
+        raise ConfigError(f"{ENCODER_VARIABLE}={choice!r} is unknown", hint=f"use {' or '.join(ENCODERS)}, or unset it")
+    return choice
