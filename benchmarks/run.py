@@ -84,7 +84,8 @@ def environment(place: Path, python: str, *packages: str) -> Path:
     if not (place / "bin/python").exists():
         subprocess.run(["uv", "venv", "-q", "--python", python, str(place)], check=True)
     command = ["uv", "pip", "install", "-q", "--python", str(place / "bin/python")]
-    again = [word for name in ("cwtrain-core", "cwtrain-rollout") for word in ("--reinstall-package", name)]
+    members = ("cwtrain-core", "cwtrain-native", "cwtrain-rollout")
+    again = [word for name in members for word in ("--reinstall-package", name)]
     subprocess.run([*command, *again, *packages], check=True)
     for unwanted in ("niquests", "awscrt"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({unwanted!r}) is not None)"
@@ -93,13 +94,10 @@ def environment(place: Path, python: str, *packages: str) -> Path:
 
 
 def core() -> tuple[str, ...]:
-    """Return the project's core with the extra `[fast]`, or until it has that, with what the extra is to bring."""
-    path = ROOT / "packages/cwtrain-core"
-    fast = "\nfast = " in (path / "pyproject.toml").read_text()
-    rollout = f"cwtrain-rollout @ {(ROOT / 'packages/cwtrain-rollout').as_uri()}"
-    if fast:
-        return (f"cwtrain-core[fast] @ {path.as_uri()}", rollout)
-    return (f"cwtrain-core @ {path.as_uri()}", "zlib-ng", rollout)
+    """Return the project's core with the extra `[fast]`, and the sampler."""
+    members = {"cwtrain-core[fast]": "cwtrain-core", "cwtrain-native": "cwtrain-native"}
+    members |= {"cwtrain-rollout": "cwtrain-rollout"}
+    return tuple(f"{name} @ {(ROOT / 'packages' / folder).as_uri()}" for name, folder in members.items())
 
 
 def versions(python: Path) -> dict[str, str]:

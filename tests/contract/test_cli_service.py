@@ -277,10 +277,13 @@ def test_doctor_reports_settings_endpoint_and_clock(api):
             "CWTRAIN_HOTLOAD_TIMEOUT": "nan",
             "CWTRAIN_HOTLOAD_DEPLOYMENT_ID": "nobody",
             "CWTRAIN_API_HEADERS": '{"X-Key": "s3cret-header"}',
+            "CWTRAIN_DELTA_ENCODER": "fastest",
         },
     )
     assert done.code == 0, done.err
     report = done.data
+    assert "CWTRAIN_DELTA_ENCODER='fastest'" in report["encoder"]["error"]
+    assert report["encoder"]["error"] in report["problems"]
     assert report["endpoint"]["url"] == api.url
     assert report["endpoint"]["reachable"] is True
     assert report["endpoint"]["token"] == "COREWEAVE_API_TOKEN"
@@ -299,6 +302,14 @@ def test_doctor_reports_settings_endpoint_and_clock(api):
     assert any("nobody" in problem for problem in report["problems"])
     for secret in (api.env["COREWEAVE_API_TOKEN"], "s3cret-header"):
         assert secret not in done.out + done.err
+
+
+@pytest.mark.parametrize("encoder", ["numpy", "public"])
+def test_doctor_says_what_deltas_are_made_with(api, encoder):
+    done = run("doctor", env={**api.env, "CWTRAIN_DELTA_ENCODER": encoder})
+    frames, zeros = {"numpy": ("sequences", "numpy"), "public": ("public", "zstd")}[encoder]
+    assert {"frames": frames, "zeros": zeros}.items() <= done.data["encoder"].items()
+    assert done.data["encoder"]["adler32"]
 
 
 def test_doctor_warns_about_a_clock_that_is_off():

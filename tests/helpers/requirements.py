@@ -1,6 +1,6 @@
 """What some tests need from outside: skipped with the reason and the command, or a failure where it is required.
 
-``CWTRAIN_TEST_REQUIRE`` is a comma-separated list of what must not be skipped: ``ceph,chromium,torch,ray,peer``.
+``CWTRAIN_TEST_REQUIRE`` is a comma-separated list of what must not be skipped: ``ceph,chromium,native,torch,ray,peer``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ def _peer() -> bool:
     return os.path.exists(os.environ.get("CWTRAIN_TEST_PEER", ""))
 
 
+def _native() -> bool:
+    from cwtrain.snapshots._native import native_function
+
+    return native_function() is not None
+
+
 KNOWN = {
     "ceph": Requirement(
         _programs("radosgw", "ceph-mon", "ceph-osd"),
         "apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd",
     ),
     "chromium": Requirement(_chromium, "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"),
+    "native": Requirement(_native, "apt-get install -y gcc libc6-dev, and uv sync --reinstall-package cwtrain-native"),
     "openssl": Requirement(_programs("openssl"), "apt-get install -y openssl"),
     "peer": Requirement(_peer, "make a venv with the published wheel and set CWTRAIN_TEST_PEER to its python"),
     "ray": Requirement(_module("ray"), "uv pip install ray"),

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-SET = ["core", "demo", "emulator", "miles", "nemo-rl", "rollout", "slime"]
+SET = ["core", "demo", "emulator", "miles", "native", "nemo-rl", "rollout", "slime"]
 
 # Imported inside functions where a trainer's own process has them; never declared (house rule: their names on the
 # package index are other projects, or they are gigabytes).

@@ -43,7 +43,8 @@ def doctor(ctx: Context) -> None:
     """Report what is installed, set and reachable.
 
     That is versions, plugins, every setting of core and of plugins with its source (secrets masked), the API's endpoint
-    and clock, the object store, and the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment. What is wrong
+    and clock, the object store, the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment, and what deltas are
+    made with ("encoder": the extra [fast] brings the fastest libraries). What is wrong
     stands in "problems" and on standard error, variables that look like settings and are none among it; the exit code
     says only that the report was made.
     """
@@ -58,6 +59,7 @@ def doctor(ctx: Context) -> None:
         "clock": clock,
         "storage": _storage(),
         "bucket": _bucket(ctx),
+        "encoder": _encoder(),
     }
     report["problems"] = _once(_problems(report))
     for problem in report["problems"]:
@@ -183,6 +185,17 @@ def _storage() -> dict[str, Any]:
     }
 
 
+def _encoder() -> dict[str, str]:
+    """Return what deltas are made with: each part is the fastest that is installed, and all make correct ones."""
+    from cwtrain.errors import CWTrainError
+    from cwtrain.snapshots._codec import in_use
+
+    try:
+        return in_use()
+    except CWTrainError as exc:
+        return {"error": _words(exc)}
+
+
 def _bucket(ctx: Context) -> dict[str, Any] | None:
     from cwtrain.errors import CWTrainError
 
@@ -233,6 +246,8 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         )
     if report["bucket"] is not None and "error" in report["bucket"]:
         yield report["bucket"]["error"]
+    if "error" in report["encoder"]:
+        yield report["encoder"]["error"]
 
 
 def _foreign() -> str | None:

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import attrs
 import zstandard
 
-from cwtrain.snapshots._adler import adler32, adler32_hex, combine
+from cwtrain.snapshots._adler import LIBRARY, adler32, adler32_hex, combine
 from cwtrain.snapshots._buffers import Bytes, Lane, phase, positions_of, untouched
 from cwtrain.snapshots._decoder import Decoder
 from cwtrain.snapshots._frames import (
@@ -51,6 +51,7 @@ __all__ = [
     "decode_xor",
     "delta_codec",
     "encode_xor",
+    "in_use",
     "xor_into",
 ]
 
@@ -286,6 +287,19 @@ def delta_codec(encoder: str | None = None, *, chunk_bytes: int = CHUNK_BYTES) -
         return _PublicCodec(chunk_bytes)
     function = None if chosen_encoder(encoder) == "numpy" else native_function()
     return _SequenceCodec(library, function, chunk_bytes)
+
+
+def in_use() -> dict[str, str]:
+    """Return what frames are made with here: the way to zstd, what finds the zeros, and what sums up the bytes.
+
+    Raises ConfigError when the environment names an encoder that there is not.
+    """
+    codec = delta_codec()
+    if not isinstance(codec, _SequenceCodec):
+        zeros = "zstd"
+    else:
+        zeros = "numpy" if codec.function is None else "cwtrain-native"
+    return {"frames": codec.name, "zeros": zeros, "adler32": LIBRARY}
 
 
 @attrs.frozen(kw_only=True)

@@ -40,9 +40,9 @@ class NativeBuilder:
         self._scratch = (int(self._masks.ctypes.data), self.address)
         self._table_address = int(self._table.ctypes.data)
 
-    def records(self, count: int) -> npt.NDArray[np.int32]:
-        """Return the first records, which stay valid until the next call."""
-        return self._records[:count]
+    def records_of(self, found: Found) -> npt.NDArray[np.int32]:
+        """Return the records of a part, which stay valid until the next call."""
+        return self._records[found.first : found.first + max(0, found.records)]
 
     def difference(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
         """Set ``old`` to old XOR new, and return what is in each part; see ``SequenceBuilder``."""
@@ -92,9 +92,10 @@ def agrees(function: _Function) -> bool:
         if step:
             new[positions[part] : positions[part] + length : step] ^= 0x81
     left, right = old.copy(), old.copy()
-    first, second = NativeBuilder(function, old.size), SequenceBuilder(old.size)
-    found = first.difference(left, new, lengths, positions)
-    if found != second.difference(right, new, lengths, positions) or not np.array_equal(left, right):
-        return False
-    count = max(one.first + one.records for one in found)
-    return bool(np.array_equal(first.records(count), second.records(count)))
+    ours, theirs = NativeBuilder(function, old.size), SequenceBuilder(old.size)
+    found = ours.difference(left, new, lengths, positions), theirs.difference(right, new, lengths, positions)
+    return bool(np.array_equal(left, right)) and all(
+        (one.changed_bytes, one.records) == (other.changed_bytes, other.records)
+        and bool(np.array_equal(ours.records_of(one), theirs.records_of(other)))
+        for one, other in zip(*found, strict=True)
+    )

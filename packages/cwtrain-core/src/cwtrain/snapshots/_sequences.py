@@ -85,9 +85,9 @@ class SequenceBuilder:
         self.address = int(self._records.ctypes.data)
         """Address of the records: offset, literals, match length, 0."""
 
-    def records(self, count: int) -> npt.NDArray[np.int32]:
-        """Return the first records, which stay valid until the next call."""
-        return self._records[:count]
+    def records_of(self, found: Found) -> npt.NDArray[np.int32]:
+        """Return the records of a part, which stay valid until the next call."""
+        return self._records[found.first : found.first + max(0, found.records)]
 
     def difference(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
         """Set ``old`` to old XOR new, and return what is in each part; see ``find``. Both have whole words."""
