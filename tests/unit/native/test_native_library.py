@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -19,24 +22,48 @@ SHORTEST, DENSE, CLUMPED, CLUMPED_SHORTEST = 4, 0.55, 0.8, 16
 EQUAL = -1
 
 
-def library_is_built() -> bool:
+Difference = Callable[..., None]
+
+# What the compiler is told for other processors than this one: no AVX2, and no SSE2 either.
+FOR_ALL = "-DFOR_EACH_PROCESSOR="
+OTHERS = {"as built": None, "any x86-64": [FOR_ALL], "portable": [FOR_ALL, "-U__SSE2__"]}
+
+
+def missing(what: str) -> NoReturn:
+    if "native" in os.environ.get("CWTRAIN_TEST_REQUIRE", "").split(","):
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def function(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Difference:
+    """The function as it was built, and as it would be built for others."""
     try:
-        cwtrain_native.difference()
+        built = cwtrain_native.difference()
     except OSError:
-        return False
-    return True
-
-
-@pytest.fixture(autouse=True)
-def built() -> None:
-    if not library_is_built():
-        if "native" in os.environ.get("CWTRAIN_TEST_REQUIRE", "").split(","):
-            pytest.fail("cwtrain-native was built without its library: install a C compiler and sync again")
-        pytest.skip("cwtrain-native was built without its library: install a C compiler and sync again")
+        missing("cwtrain-native was built without its library: install a C compiler and sync again")
+    flags = OTHERS[request.param]
+    if flags is None:
+        return built
+    compiler = shutil.which("cc")
+    if compiler is None:
+        missing("no C compiler: apt-get install gcc libc6-dev")
+    source = Path(cwtrain_native.__file__).parent / "difference.c"
+    target = tmp_path_factory.mktemp("built") / "difference.so"
+    strict = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *strict, *flags, "-o", str(target), str(source)], check=True)
+    other: Difference = ctypes.CDLL(str(target)).cwtrain_native_difference
+    other.argtypes, other.restype = built.argtypes, None  # type: ignore[attr-defined]
+    return other
 
 
 def difference(
-    pairs: list[tuple[bytes, bytes]], *, dense: float = DENSE, clumped: float = CLUMPED, guard: bytes = b"guard"
+    function: Difference,
+    pairs: list[tuple[bytes, bytes]],
+    *,
+    dense: float = DENSE,
+    clumped: float = CLUMPED,
+    guard: bytes = b"guard",
 ) -> list[tuple[bytes, int, list[tuple[int, int]] | None]]:
     """Call the function on these parts and return, for each, its XOR, its changed bytes, and its (literals, match)."""
     positions, old, new = [], bytearray(), bytearray()
@@ -56,7 +83,7 @@ def difference(
     room = 4 * (words + len(pairs))
     records = (ctypes.c_uint32 * (room + 1))()
     records[room] = 0xDEADBEEF
-    cwtrain_native.difference()(
+    function(
         *(old_buffer, new_buffer, len(pairs), table, masks, records),
         *(dense, SHORTEST, clumped, CLUMPED_SHORTEST),
     )
@@ -73,8 +100,8 @@ def difference(
     return found
 
 
-def check(pairs: list[tuple[bytes, bytes]], **rules: float) -> None:
-    for (left, right), (got, changed, sequences) in zip(pairs, difference(pairs, **rules), strict=True):
+def check(function: Difference, pairs: list[tuple[bytes, bytes]], **rules: float) -> None:
+    for (left, right), (got, changed, sequences) in zip(pairs, difference(function, pairs, **rules), strict=True):
         want = bytes(a ^ b for a, b in zip(left, right, strict=True))
         assert got == want
         assert changed == sum(map(bool, want))
@@ -105,37 +132,39 @@ def parts(draw: st.DrawFn) -> list[tuple[bytes, bytes]]:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(pairs=parts(), dense=st.sampled_from([DENSE, 2.0]), clumped=st.sampled_from([CLUMPED, 0.0]))
-def test_what_it_tells_is_true(pairs: list[tuple[bytes, bytes]], dense: float, clumped: float) -> None:
-    check(pairs, dense=dense, clumped=clumped)
+def test_what_it_tells_is_true(
+    function: Difference, pairs: list[tuple[bytes, bytes]], dense: float, clumped: float
+) -> None:
+    check(function, pairs, dense=dense, clumped=clumped)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 511, 512, 513, 520, 1 << 16])
-def test_one_changed_byte_anywhere_near_an_edge(size: int) -> None:
+def test_one_changed_byte_anywhere_near_an_edge(function: Difference, size: int) -> None:
     old = bytes(size)
     for at in sorted({0, 1, 7, 8, 62, 63, 64, 65, 503, 504, 511, 512, size - 9, size - 2, size - 1}):
         if 0 <= at < size:
-            check([(old, old[:at] + b"\x80" + old[at + 1 :])])
+            check(function, [(old, old[:at] + b"\x80" + old[at + 1 :])])
 
 
-def test_dense_parts_are_literals_and_equal_ones_nothing() -> None:
+def test_dense_parts_are_literals_and_equal_ones_nothing(function: Difference) -> None:
     old = bytes(8 * 100)
     dense = bytes([1] * (8 * 56)) + bytes(8 * 44)
     sparse = bytes([1] * (8 * 55)) + bytes(8 * 45)
-    found = difference([(old, dense), (old, sparse), (old, old)])
+    found = difference(function, [(old, dense), (old, sparse), (old, old)])
     assert [sequences for _, _, sequences in found] == [[], [(8 * 55 + 1, 8 * 45 - 1)], None]
 
 
-def test_where_changes_lie_close_together_only_long_runs_count() -> None:
+def test_where_changes_lie_close_together_only_long_runs_count(function: Difference) -> None:
     close = (b"\x01" + bytes(7)) * 20 + bytes(80)
     loose = (b"\x01" + bytes(15)) * 20
     old = bytes(len(close))
-    ((_, _, short),) = difference([(old, close)], dense=2.0)
+    ((_, _, short),) = difference(function, [(old, close)], dense=2.0)
     assert short == [(2, 6)] * 19 + [(2, 86)]
-    ((_, _, none),) = difference([(bytes(len(loose)), loose)], dense=2.0)
+    ((_, _, none),) = difference(function, [(bytes(len(loose)), loose)], dense=2.0)
     assert none == [(2, 14)] * 20
     # Two words of changes to each run: fewer runs than 0.8 for each word, and those of 6 zeros are not worth a match.
     pairs = (bytes([1]) + bytes(6) + bytes([1]) + bytes([1]) + bytes(6) + bytes([1])) * 10 + bytes(100)
-    ((_, _, sequences),) = difference([(bytes(len(pairs)), pairs)], dense=2.0)
+    ((_, _, sequences),) = difference(function, [(bytes(len(pairs)), pairs)], dense=2.0)
     assert sequences == [(161, 99)]
 
 

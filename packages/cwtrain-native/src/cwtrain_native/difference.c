@@ -13,7 +13,9 @@
 #endif
 
 /* One build serves every x86-64: where the processor has AVX2, the loader takes the second copy of a function. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(FOR_EACH_PROCESSOR)
+/* said on the command line */
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR
