@@ -120,6 +120,7 @@ def check_contents(dist: Path, report: Report) -> None:
             owners[name] = wheel.name
         package = "cwtrain" if member == "cwtrain-core" else member.replace("-", "_")
         tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+        tops -= {f"{package}.libs"}  # compiled libraries, beside the package as is usual
         report.expect(tops == {package}, f"{wheel.name} holds {sorted(tops)}, not only {package}")
         report.expect(f"{package}/py.typed" in names, f"{wheel.name} has no {package}/py.typed")
         report.expect(

@@ -50,12 +50,10 @@ def test_both_find_the_same(lengths: list[int], shares: list[float], item_bytes:
         new[position + length : position + round_up(length)] = 0
     left, right = old.copy(), old.copy()
     compiled, numpy = NativeBuilder(function, CHUNK), SequenceBuilder(CHUNK)
-    ours, theirs = (
-        compiled.difference(left, new, lengths, positions),
-        numpy.difference(right, new, lengths, positions),
-    )
+    compiled.subtract(left, new, lengths, positions)
+    numpy.subtract(right, new, lengths, positions)
     assert np.array_equal(left, right)
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(compiled.found(), numpy.found(), strict=True):
         assert (one.changed_bytes, one.records) == (other.changed_bytes, other.records)
         assert np.array_equal(compiled.records_of(one), numpy.records_of(other))
 
@@ -77,13 +75,20 @@ def pairs() -> dict[str, tuple[bytes, bytes]]:
 @pytest.mark.parametrize("name", pairs())
 def test_both_make_the_same_frame(name: str) -> None:
     old, new = pairs()[name]
-    frames = {
-        encoder: _codec.encode_xor(old, new, encoder, chunk_bytes=FRAME_CHUNK) for encoder in ("sequences", "numpy")
-    }
-    assert frames["sequences"] == frames["numpy"]
-    assert _codec.decode_xor(frames["numpy"], old) == new
+    ours, theirs = (_codec.encode_xor(old, new, encoder, chunk_bytes=FRAME_CHUNK) for encoder in ("sequences", "numpy"))
+    assert ours == theirs
+    assert _codec.decode_xor(ours, old) == new
 
 
 def test_the_compiled_code_is_used() -> None:
     assert native_function() is not None
     assert _codec.delta_codec("sequences").function is native_function()
+
+
+def test_versions_of_unlike_sizes_are_refused_before_compiled_code_sees_them() -> None:
+    function = native_function()
+    assert function is not None
+    builder = NativeBuilder(function, CHUNK)
+    for old, new, lengths in ((64, 72, [64]), (72, 64, [64]), (64, 64, [65]), (64, 64, [32, 33])):
+        with pytest.raises(ValueError, match="of the other"):
+            builder.subtract(np.zeros(old, np.uint8), np.zeros(new, np.uint8), lengths, positions_of(lengths))

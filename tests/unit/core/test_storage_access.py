@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import pickle
@@ -18,6 +19,15 @@ from cwtrain.storage import Fault, Location, MemoryStore, check_access
 from cwtrain.storage._open_uploads import UploadRecord, abort_left_open
 
 HERE = Location("memory", "rl")
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where checks note what they have open: not with those of other tests."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
 
 
 def test_everything_allowed_and_nothing_left() -> None:
@@ -92,10 +102,7 @@ def test_nothing_is_left_where_answers_are_lost() -> None:
     assert store.uploads == {}
 
 
-def test_what_a_check_left_open_that_did_not_come_to_its_end_is_aborted_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_a_check_left_open_that_did_not_come_to_its_end_is_aborted_by_the_next(records: Path) -> None:
     for error in (TransportError("the answer is lost"), KeyboardInterrupt()):
         store = MemoryStore(faults=[Fault(call="create_upload", error=error, after=True)])
         with pytest.raises(type(error)):
@@ -103,7 +110,27 @@ def test_what_a_check_left_open_that_did_not_come_to_its_end_is_aborted_by_the_n
         assert len(store.uploads) == 1
         assert check_access(store, HERE).ok
         assert store.uploads == {}
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path.name for path in records.rglob("*") if path.is_file()] == []
+
+
+def test_what_may_not_be_aborted_is_aborted_once_it_may() -> None:
+    store = MemoryStore(denied={"s3:AbortMultipartUpload"})
+    assert not check_access(store, HERE).ok
+    assert len(store.uploads) == 1
+    store.denied.clear()
+    assert check_access(store, HERE).ok
+    assert store.uploads == {}
+
+
+@pytest.mark.parametrize("prefix", ["rl", ""])
+def test_what_a_check_left_open_elsewhere_is_aborted_after_a_day(prefix: str) -> None:
+    now = dt.datetime.now(dt.UTC)
+    clock = iter([now - dt.timedelta(hours=25), now - dt.timedelta(hours=23), now])
+    store = MemoryStore(clock=lambda: next(clock))
+    where = Location("memory", prefix)
+    old, young = (store.create_upload(where.preflight_key(name)) for name in ("old", "young"))
+    assert check_access(store, where).ok
+    assert set(store.uploads) == {young}, old
 
 
 def test_location() -> None:

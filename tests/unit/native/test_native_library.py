@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
 import random
@@ -10,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cwtrain_native
+from helpers.requirements import require
 
 SHORTEST, DENSE, CLUMPED, CLUMPED_SHORTEST = 4, 0.55, 0.8, 16
 EQUAL = -1
@@ -29,29 +30,21 @@ FOR_ALL = "-DFOR_EACH_PROCESSOR="
 OTHERS = {"as built": None, "any x86-64": [FOR_ALL], "portable": [FOR_ALL, "-U__SSE2__"]}
 
 
-def missing(what: str) -> NoReturn:
-    if "native" in os.environ.get("CWTRAIN_TEST_REQUIRE", "").split(","):
-        pytest.fail(what)
-    pytest.skip(what)
-
-
 @pytest.fixture(scope="module", params=OTHERS)
 def function(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Difference:
     """The function as it was built, and as it would be built for others."""
-    try:
-        built = cwtrain_native.difference()
-    except OSError:
-        missing("cwtrain-native was built without its library: install a C compiler and sync again")
+    there = cwtrain_native.library_path() is not None
+    require("native", there, "built without its library: apt-get install gcc libc6-dev, and sync again")
+    built = cwtrain_native.difference()
     flags = OTHERS[request.param]
     if flags is None:
         return built
     compiler = shutil.which("cc")
-    if compiler is None:
-        missing("no C compiler: apt-get install gcc libc6-dev")
+    require("native", compiler is not None, "no C compiler: apt-get install gcc libc6-dev")
     source = Path(cwtrain_native.__file__).parent / "difference.c"
     target = tmp_path_factory.mktemp("built") / "difference.so"
     strict = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *strict, *flags, "-o", str(target), str(source)], check=True)
+    subprocess.run([str(compiler), *strict, *flags, "-o", str(target), str(source)], check=True)
     other: Difference = ctypes.CDLL(str(target)).cwtrain_native_difference
     other.argtypes, other.restype = built.argtypes, None  # type: ignore[attr-defined]
     return other
@@ -168,17 +161,19 @@ def test_where_changes_lie_close_together_only_long_runs_count(function: Differe
     assert sequences == [(161, 99)]
 
 
-@pytest.mark.parametrize("kind", ["missing", "no library", "another version"])
+@pytest.mark.parametrize("kind", ["missing", "no library", "another library"])
 def test_a_library_that_cannot_be_used_is_an_oserror(tmp_path: Path, kind: str) -> None:
-    package = tmp_path / "cwtrain_native"
-    package.mkdir()
+    package, place = tmp_path / "cwtrain_native", tmp_path / "cwtrain_native.libs"
+    for folder in (package, place):
+        folder.mkdir()
     source = Path(cwtrain_native.__file__).read_text(encoding="utf-8")
-    if kind == "another version":
-        source = source.replace("VERSION = 1", "VERSION = 2")
-        (package / "_difference.so").write_bytes((Path(cwtrain_native.__file__).parent / "_difference.so").read_bytes())
-    elif kind == "no library":
-        (package / "_difference.so").write_text("text")
+    # An editable installation's library would be found by its place on the path.
+    source = source.replace("(beside, *sys.path)", "(beside,)")
     (package / "__init__.py").write_text(source, encoding="utf-8")
+    if kind == "no library":
+        (place / "difference.so").write_text("text")
+    elif kind == "another library":
+        shutil.copy(_ctypes.__file__, place / "difference.so")
     code = "import cwtrain_native as n, sys\ntry: n.difference()\nexcept OSError as e: print(e)\nelse: sys.exit('none')"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -188,4 +183,26 @@ def test_a_library_that_cannot_be_used_is_an_oserror(tmp_path: Path, kind: str) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert str(package / "_difference.so") in done.stdout
+    assert ("install it again" if kind == "missing" else str(place / "difference.so")) in done.stdout
+
+
+def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    require("native", compiler is not None, "no C compiler: apt-get install gcc libc6-dev")
+    package, place = tmp_path / "cwtrain_native", tmp_path / "cwtrain_native.libs"
+    for folder in (package, place):
+        folder.mkdir()
+    text = "int cwtrain_native_version(void) { return 99; } void cwtrain_native_difference(void) {}"
+    (tmp_path / "other.c").write_text(text)
+    build = [str(compiler), "-shared", "-fPIC", "-o", str(place / "difference.so"), str(tmp_path / "other.c")]
+    subprocess.run(build, check=True)
+    shutil.copy(cwtrain_native.__file__, package / "__init__.py")
+    code = "import cwtrain_native as n\ntry: n.difference()\nexcept OSError as e: print(e)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "is of version 99, not 1" in done.stdout, done.stderr

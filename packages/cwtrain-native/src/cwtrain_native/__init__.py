@@ -7,11 +7,11 @@ and makes the same deltas without it, byte for byte, more slowly. ``difference.c
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
+import sys
 from collections.abc import Callable
 
-__all__ = ["COLUMNS", "VERSION", "difference"]
+__all__ = ["COLUMNS", "VERSION", "difference", "library_path"]
 
 VERSION = 1
 """Of the function's interface."""
@@ -19,7 +19,7 @@ VERSION = 1
 COLUMNS = 5
 """Numbers in a row of the table: position, length; changed bytes, first record, records."""
 
-_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_difference.so")
+_PLACE = os.path.join("cwtrain_native.libs", "difference.so")
 _POINTER = ctypes.c_void_p
 _ARGUMENTS = (
     *(_POINTER, _POINTER),  # old, new
@@ -30,18 +30,34 @@ _ARGUMENTS = (
 )
 
 
-@functools.cache
+def library_path() -> str | None:
+    """Return where the library is, or None: this package was built without a C compiler.
+
+    It lies beside the package, or where an editable installation puts what cannot be in the source folder.
+    """
+    beside = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for folder in (beside, *sys.path):
+        path = os.path.join(folder, _PLACE)
+        if os.path.isabs(path) and os.path.isfile(path):
+            return path
+    return None
+
+
 def difference() -> Callable[..., None]:
     """Return the function ``cwtrain_native_difference``; calls release the interpreter lock.
 
-    Raises OSError where the library is not there (this package was built without a C compiler) or cannot be loaded, and
-    where it is of another version.
+    Raises OSError where the library is not there, cannot be loaded, or is of another version.
     """
-    library = ctypes.CDLL(_LIBRARY)
-    version = library.cwtrain_native_version()
+    path = library_path()
+    if path is None:
+        raise OSError("cwtrain-native was built without its library: install it again where there is a C compiler")
+    library = ctypes.CDLL(path)
+    try:
+        version, function = library.cwtrain_native_version(), library.cwtrain_native_difference
+    except AttributeError as error:
+        raise OSError(f"{path} is not what it should be: {error}") from None
     if version != VERSION:
-        raise OSError(f"{_LIBRARY} is of version {version}, not {VERSION}: install cwtrain-native again")
-    function = library.cwtrain_native_difference
+        raise OSError(f"{path} is of version {version}, not {VERSION}")
     function.argtypes, function.restype = list(_ARGUMENTS), None
     found: Callable[..., None] = function
     return found

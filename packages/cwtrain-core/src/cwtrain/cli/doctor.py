@@ -246,8 +246,7 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         )
     if report["bucket"] is not None and "error" in report["bucket"]:
         yield report["bucket"]["error"]
-    if "error" in report["encoder"]:
-        yield report["encoder"]["error"]
+    yield from (report["encoder"][word] for word in ("error", "problem") if word in report["encoder"])
 
 
 def _foreign() -> str | None:

@@ -33,8 +33,8 @@ from cwtrain.snapshots._frames import (
     frame_head,
     zero_blocks,
 )
-from cwtrain.snapshots._native import NativeBuilder, native_function
-from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, Found, SequenceBuilder
+from cwtrain.snapshots._native import NativeBuilder, native_function, native_problem
+from cwtrain.snapshots._sequences import EQUAL, RECORD_BYTES, SequenceBuilder
 from cwtrain.snapshots._xor import array_of, count_nonzero, xor_into, xor_words
 from cwtrain.snapshots._zstd import LEVEL, Library, SequenceCompressor, address_of, chosen_encoder, encoder_library
 
@@ -143,20 +143,19 @@ class _SequenceWorker(DiffWorker):
     def __init__(self, library: Library, builder: SequenceBuilder | NativeBuilder, chunk_bytes: int) -> None:
         super().__init__(chunk_bytes)
         self._builder = builder
-        self._found: list[Found] = []
         self._compressor = SequenceCompressor(library)
         self._target = untouched(library.compressBound(chunk_bytes) + SPARE_BYTES)
         self._address = address_of(self._target)
 
     def _subtract(self, new: Bytes) -> None:
-        self._found = self._builder.difference(self._old.data, new, self._lengths, self._positions)
+        self._builder.subtract(self._old.data, new, self._lengths, self._positions)
 
     def _compress(self, checksums: list[int], places: Sequence[tuple[int, int]]) -> list[Diff]:
         compress, capacity = self._compressor.compress, len(self._target) - SPARE_BYTES
         records, source = self._builder.address, self._old.address
         diffs = []
         for checksum, length, position, (changed, first, count) in zip(
-            checksums, self._lengths, self._positions, self._found, strict=True
+            checksums, self._lengths, self._positions, self._builder.found(), strict=True
         ):
             if count == EQUAL:
                 diffs.append(Diff(checksum, 0, None))
@@ -292,14 +291,16 @@ def delta_codec(encoder: str | None = None, *, chunk_bytes: int = CHUNK_BYTES) -
 def in_use() -> dict[str, str]:
     """Return what frames are made with here: the way to zstd, what finds the zeros, and what sums up the bytes.
 
-    Raises ConfigError when the environment names an encoder that there is not.
+    ``problem`` is there where compiled code is installed and cannot be used. Raises ConfigError when the environment
+    names an encoder that there is not.
     """
     codec = delta_codec()
     if not isinstance(codec, _SequenceCodec):
         zeros = "zstd"
     else:
         zeros = "numpy" if codec.function is None else "cwtrain-native"
-    return {"frames": codec.name, "zeros": zeros, "adler32": LIBRARY}
+    used = {"frames": codec.name, "zeros": zeros, "adler32": LIBRARY}
+    return used | ({"problem": problem} if (problem := native_problem()) else {})
 
 
 @attrs.frozen(kw_only=True)

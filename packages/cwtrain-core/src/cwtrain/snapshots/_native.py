@@ -1,6 +1,6 @@
 """The XOR of two versions and the runs of zeros in it, found by compiled code where ``cwtrain-native`` is installed.
 
-It gives the same records as the numpy code of ``_sequences``, byte for byte, in less than half of the time. It is tried
+It gives the same records as the numpy code of ``_sequences``, byte for byte, in about half of the time. It is tried
 once, at first use, against that code; what is missing, of another version, or wrong is not used.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
 
-from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Bytes
+from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Bytes, positions_of, round_up
 from cwtrain.snapshots._sequences import CLUMPED, CLUMPED_RUN, DENSE, FEW, MIN_RUN, Found, SequenceBuilder
 
 _log = logging.getLogger("cwtrain.snapshots")
@@ -24,6 +25,7 @@ _COLUMNS = 5
 _GROUP_BYTES = 64
 
 _Function = Callable[..., None]
+_trying = threading.Lock()
 
 
 class NativeBuilder:
@@ -37,65 +39,96 @@ class NativeBuilder:
         self._records = np.empty((words + MAX_PARTS, 4), np.int32)
         self.address = int(self._records.ctypes.data)
         """Address of the records: offset, literals, match length, 0."""
-        self._scratch = (int(self._masks.ctypes.data), self.address)
-        self._table_address = int(self._table.ctypes.data)
+        self._scratch = (int(self._table.ctypes.data), int(self._masks.ctypes.data), self.address)
+        self._parts = 0
 
-    def records_of(self, found: Found) -> npt.NDArray[np.int32]:
-        """Return the records of a part, which stay valid until the next call."""
-        return self._records[found.first : found.first + max(0, found.records)]
-
-    def difference(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
-        """Set ``old`` to old XOR new, and return what is in each part; see ``SequenceBuilder``."""
-        parts = len(lengths)
-        rows = self._table[:parts]
-        rows[:, 0], rows[:, 1] = positions, lengths
+    def subtract(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> None:
+        """Set ``old`` to old XOR new, and find what is in each part; see ``SequenceBuilder``."""
+        if old.size != new.size or old.size < positions[-1] + round_up(lengths[-1]):
+            raise ValueError(f"{old.size} bytes of one version and {new.size} of the other for {len(lengths)} parts")
+        self._parts = parts = len(lengths)
+        self._table[:parts, 0], self._table[:parts, 1] = positions, lengths
         self._function(
             old.ctypes.data,
             new.ctypes.data,
             parts,
-            self._table_address,
             *self._scratch,
             DENSE,
             MIN_RUN - 1,
             CLUMPED if parts <= FEW else 0.0,
             CLUMPED_RUN - 1,
         )
-        return [Found(*row) for row in rows[:, 2:].tolist()]
+
+    def found(self) -> list[Found]:
+        """Return what is in each part that was subtracted last."""
+        return [Found(*row) for row in self._table[: self._parts, 2:].tolist()]
+
+    def records_of(self, found: Found) -> npt.NDArray[np.int32]:
+        """Return the records of a part, which stay valid until the next call."""
+        return self._records[found.first : found.first + max(0, found.records)]
+
+
+def native_function() -> _Function | None:
+    """Return the compiled function, or None where it cannot be used. Tried at the first call."""
+    with _trying:
+        return _tried()[0]
+
+
+def native_problem() -> str:
+    """Return why the compiled function is installed and not used; empty where it is used, or not installed."""
+    with _trying:
+        return _tried()[1]
 
 
 @functools.cache
-def native_function() -> _Function | None:
-    """Return the compiled function, or None where it cannot be used. Tried at the first call."""
+def _tried() -> tuple[_Function | None, str]:
     try:
         module = import_module(_MODULE)
-    except ImportError:
-        return None
-    try:
         if (module.VERSION, module.COLUMNS) != (_VERSION, _COLUMNS):
-            raise OSError(f"it has version {module.VERSION}, and {_VERSION} is needed")
+            raise OSError(f"it is of version {module.VERSION}, and {_VERSION} is needed")
+        if module.library_path() is None:  # built without a compiler: as if it were not installed
+            return None, ""
         function: _Function = module.difference()
         if not agrees(function):
             raise OSError("it does not find what the numpy code finds")
-    except (OSError, AttributeError, TypeError) as error:
-        _log.warning("cwtrain-native is not used: %s; deltas are made by the numpy code, more slowly", error)
-        return None
-    return function
+    except ImportError:
+        return None, ""
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with what is only quicker, numpy does the work
+        problem = f"cwtrain-native is not used, and deltas take more time: {error}; install cwtrain-native again"
+        _log.warning(problem)
+        return None, problem
+    return function, ""
 
 
 def agrees(function: _Function) -> bool:
-    """Return whether the function finds what the numpy code finds, in parts of each kind."""
-    length = 4099
-    old = np.arange(6 * (length + 5), dtype=np.int64).astype(np.uint8)
-    new = old.copy()
-    lengths, positions = [length] * 6, list(range(0, old.size, length + 5))
-    for part, step in enumerate((0, 1, 2, 5, 50, 1000)):  # equal, dense, clumped and sparse ones
-        if step:
-            new[positions[part] : positions[part] + length : step] ^= 0x81
+    """Return whether the function finds what the numpy code finds, in parts of each kind, few and many."""
+    kinds = sample()
+    return all(_agrees_on(function, kinds[:parts]) for parts in (1, len(kinds), FEW + 1))
+
+
+def sample() -> list[npt.NDArray[np.uint8]]:
+    """Return differences of each kind, more than ``FEW``: equal, sparse, clumped and dense ones."""
+    equal, sparse, clumped, dense = (np.zeros(size, np.uint8) for size in (4099, 4100, 4101, 4096))
+    sparse[::50] = 0x81
+    clumped[:2000:16] = clumped[7:2000:16] = clumped[8:2000:16] = clumped[15:2000:16] = 1  # two words to a short run
+    dense[::3] = 0xFF
+    return [sparse, equal, clumped, dense] * (FEW // 4 + 1)
+
+
+def _agrees_on(function: _Function, kinds: Sequence[npt.NDArray[np.uint8]]) -> bool:
+    lengths = [kind.size for kind in kinds]
+    positions = positions_of(lengths)
+    size = positions[-1] + round_up(lengths[-1])
+    old, new = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    for kind, position in zip(kinds, positions, strict=True):
+        old[position : position + kind.size] = np.arange(kind.size) % 251
+        new[position : position + kind.size] = old[position : position + kind.size] ^ kind
     left, right = old.copy(), old.copy()
-    ours, theirs = NativeBuilder(function, old.size), SequenceBuilder(old.size)
-    found = ours.difference(left, new, lengths, positions), theirs.difference(right, new, lengths, positions)
+    ours, theirs = NativeBuilder(function, size), SequenceBuilder(size)
+    ours.subtract(left, new, lengths, positions)
+    theirs.subtract(right, new, lengths, positions)
     return bool(np.array_equal(left, right)) and all(
         (one.changed_bytes, one.records) == (other.changed_bytes, other.records)
         and bool(np.array_equal(ours.records_of(one), theirs.records_of(other)))
-        for one, other in zip(*found, strict=True)
+        for one, other in zip(ours.found(), theirs.found(), strict=True)
     )

@@ -81,6 +81,7 @@ class SequenceBuilder:
         self._from = np.empty(entries, np.int32)
         self._to = np.empty(entries, np.int32)
         self._records = np.zeros((entries, 4), np.int32)  # memory is touched, and so taken, where it is used
+        self._subtracted: tuple[Bytes, Sequence[int], Sequence[int]] = (self._bytes.view(np.uint8)[:0], (), ())
         self._ready = 0  # records that have their offset, which is always 1
         self.address = int(self._records.ctypes.data)
         """Address of the records: offset, literals, match length, 0."""
@@ -89,10 +90,14 @@ class SequenceBuilder:
         """Return the records of a part, which stay valid until the next call."""
         return self._records[found.first : found.first + max(0, found.records)]
 
-    def difference(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
-        """Set ``old`` to old XOR new, and return what is in each part; see ``find``. Both have whole words."""
+    def subtract(self, old: Bytes, new: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> None:
+        """Set ``old`` to old XOR new; both have whole words, and these parts of them are meant."""
         xor_words(old, new)
-        return self.find(old, lengths, positions)
+        self._subtracted = (old, lengths, positions)
+
+    def found(self) -> list[Found]:
+        """Return what is in each part that was subtracted last; see ``find``."""
+        return self.find(*self._subtracted)
 
     def find(self, data: Bytes, lengths: Sequence[int], positions: Sequence[int]) -> list[Found]:
         """Return what is in each part of ``data``: XORed bytes, each part from its position on, zeros between them.

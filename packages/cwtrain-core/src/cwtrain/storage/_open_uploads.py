@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from cwtrain.errors import CWTrainError, StorageError, StorageNotFoundError
 from cwtrain.storage._learned import learned_of
 from cwtrain.storage.location import Location
-from cwtrain.storage.store import ObjectStore
+from cwtrain.storage.store import ObjectStore, OpenUpload
 
-__all__ = ["UploadRecord", "abort_abandoned", "abort_left_open", "abort_quietly"]
+__all__ = ["UploadRecord", "abort_abandoned", "abort_left_open", "abort_quietly", "is_old"]
 
 _log = logging.getLogger("cwtrain.storage")
 _DAY = dt.timedelta(days=1)
@@ -138,13 +138,17 @@ def abort_left_open(
     prefix = location.root or location.prefix(identity)
     if not learned_of(store).time_to_clean(prefix):
         return
-    before = dt.datetime.now(dt.UTC) - _DAY
     try:
         for upload in store.list_uploads(prefix):
-            if upload.started is not None and upload.started < before:
+            if is_old(upload):
                 abort_quietly(store, upload.key, upload.upload_id)
     except CWTrainError as error:
         _log.debug("open multipart uploads cannot be listed: %s", error)
+
+
+def is_old(upload: OpenUpload) -> bool:
+    """Return whether an upload has been open for so long that nobody works on it any more."""
+    return upload.started is not None and upload.started < dt.datetime.now(dt.UTC) - _DAY
 
 
 def abort_abandoned(record: UploadRecord, store: ObjectStore) -> None:

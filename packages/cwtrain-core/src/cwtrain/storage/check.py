@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import attrs
 
 from cwtrain.errors import StorageAccessError, StorageError, StorageNotFoundError
-from cwtrain.storage._open_uploads import UploadRecord, abort_abandoned, abort_quietly
+from cwtrain.storage._open_uploads import UploadRecord, abort_abandoned, abort_quietly, is_old
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore, OpenUpload
 
@@ -72,9 +72,10 @@ def check_access(store: ObjectStore | S3Client, location: Location) -> AccessRep
     """Return what the credentials behind ``store`` (an object store, or a boto3 client) may do under ``location``.
 
     Lists the prefix, asks for a random key under ``_preflight/``, begins a multipart upload on it and aborts that:
-    nothing is left, also where an answer was lost on the way. What a killed check left open is aborted by the next one
-    on the same machine, or by an upload after a day. Refused permissions are in the report. Raises StorageError or
-    TransportError for what is no matter of permission: no such bucket, a wrong region, no credentials, no answer.
+    nothing is left, where uploads may be listed also when an answer was lost on the way. What a killed check left open
+    is aborted by the next one on the same machine, and on any machine after a day. Refused permissions are in the
+    report. Raises StorageError or TransportError for what is no matter of permission: no such bucket, a wrong region,
+    no credentials, no answer.
     """
     target = _store(store, location.bucket)
     key = location.preflight_key(str(uuid.uuid4()))
@@ -118,19 +119,22 @@ def _try_an_upload(
     writing = _try("s3:PutObject", begin)
     if upload_id:
         aborting = _try("s3:AbortMultipartUpload", abort)
-        record.closed(upload_id)
-        if not aborting.allowed:
+        if aborting.allowed:
+            record.closed(upload_id)
+        else:
             _log.warning("the multipart upload %s of s3://%s/%s is still open", upload_id, store.bucket, key)
     else:
         aborting = PermissionCheck(
             action="s3:AbortMultipartUpload", allowed=None, detail="cannot be tried without s3:PutObject"
         )
     left: list[OpenUpload] = []
-    open_uploads = _optional("s3:ListBucketMultipartUploads", lambda: left.extend(store.list_uploads(key)))
+    ours = key.rpartition("/")[0] + "/"
+    open_uploads = _optional("s3:ListBucketMultipartUploads", lambda: left.extend(store.list_uploads(ours)))
     if aborting.allowed:
-        # A request to begin that was repeated, as its answer was lost, has begun two.
+        # A request to begin that was repeated, as its answer was lost, has begun two; killed checks left the old ones.
         for one in left:
-            abort_quietly(store, one.key, one.upload_id)
+            if one.key == key or is_old(one):
+                abort_quietly(store, one.key, one.upload_id)
     return writing, aborting, open_uploads
 
 
