@@ -9,6 +9,8 @@ import pytest
 
 from cwtrain.hotload import HotLoader, MemoryBase, SnapshotWriter
 from cwtrain.infra import InferenceClient
+from helpers.conformance import idle_deployment_body
+from helpers.emulator_api import Api
 from helpers.run_cli import run
 
 Fixture = Any
@@ -59,8 +61,8 @@ def test_the_bucket_of_a_run(emulator: Fixture, deployment: Fixture, published: 
     assert found["served"] == "run-v000004"
     assert found["next_identity"] == "run.2-v000001"
     assert "its first delta is run.2-v000001 on run-v000000" in info.err
-    nothing = run("hotload", "resume-info", "--run", "nobody", env=published)
-    assert nothing.data["deployments"] == []
+    (nothing,) = run("hotload", "resume-info", "--run", "nobody", *here, env=published).data["deployments"]
+    assert nothing["versions"] == []
 
     listed = run("hotload", "gc", *here, "--keep", "1", env=published)
     assert [one["identity"] for one in listed.data["doomed"]] == ["run-v000002", "run-v000001"], listed.err
@@ -75,3 +77,25 @@ def test_the_bucket_of_a_run(emulator: Fixture, deployment: Fixture, published: 
     for identity in ("run-v000000", "run-v000004"):
         assert run("hotload", "verify", *here, "--identity", identity, env=published).data["problems"] == []
     assert run("hotload", "verify", *here, "--identity", "run-v000001", env=published).code == 1
+
+
+def test_a_deployment_of_somebody_else_does_not_hide_the_run(
+    emulator: Fixture, deployment: Fixture, published: dict[str, str]
+) -> None:
+    """In an organization there are deployments whose buckets this key cannot read."""
+    api = Api(emulator.base_url, emulator.admin_token)
+    gateway = deployment["spec"]["gatewayIds"][0]
+    other = api.ok("POST", "/deployments", idle_deployment_body(gateway, "no-such-bucket"))["deployment"]["spec"]["id"]
+    try:
+        info = run("hotload", "resume-info", "--run", "run", env=published)
+        assert deployment["spec"]["id"] in [one["deployment_id"] for one in info.data["deployments"]], info.err
+        assert other in [one["deployment_id"] for one in info.data["not_looked_at"]]
+        assert f"warning: not looked at: deployment {other}" in info.err
+
+        nothing = run("hotload", "resume-info", "--run", "nobody", env=published)
+        assert (nothing.code, nothing.out) == (1, "")
+        assert f"not looked at: deployment {other}" in nothing.err
+        assert run("hotload", "resume-info", "--run", "run", "--deployment", other, env=published).code == 1
+    finally:
+        api.ok("DELETE", f"/deployments/{other}")
+        api.close()

@@ -124,10 +124,11 @@ def chain(ctx: Context, deployment_id: str) -> None:
 def resume_info(ctx: Context, run_id: str, deployment_id: str | None) -> None:
     """Show what a run has published.
 
-    And what a publisher with this run id does when it is started again.
+    And what a publisher with this run id does when it is started again. Without --deployment, those whose bucket cannot
+    be read are named under "not_looked_at"; where nothing is found then, it is an error.
     """
     from cwtrain.config.hotload import clean_run_id
-    from cwtrain.errors import ConfigError
+    from cwtrain.errors import ConfigError, CWTrainError
     from cwtrain.hotload import resume
 
     try:
@@ -137,17 +138,35 @@ def resume_info(ctx: Context, run_id: str, deployment_id: str | None) -> None:
     with ctx.client() as client:
         wanted = [deployment_id] if deployment_id else [one.id for one in client.list_deployments() if one.hot_load]
         found = []
+        refused: list[tuple[str, CWTrainError]] = []
         for one in wanted:
-            loader = ctx.loader(client, one)
-            info = resume.resume_info(loader.store, loader.location, run, one, _hot_loads(client, one))
+            try:
+                loader = ctx.loader(client, one)
+                info = resume.resume_info(loader.store, loader.location, run, one, _hot_loads(client, one))
+            except CWTrainError as error:
+                if deployment_id:
+                    raise
+                refused.append((one, error))  # somebody else's, perhaps: the run may be in one that can be read
+                continue
             if info.versions or info.epochs or deployment_id:
                 found.append(info)
+    if refused and not found:
+        unread, reason = refused[0]
+        more = f" ({len(refused) - 1} more could not be read either)" if refused[1:] else ""
+        ctx.out.say(f"nothing of run {run} where it could be looked for; not looked at: deployment {unread}{more}")
+        raise reason
+    for unread, reason in refused:
+        ctx.out.say(f"warning: not looked at: deployment {unread}: {reason.message}")
     for info in found:
         ctx.out.say(f"{info.deployment_id}: {info.advice}")
     if not found:
         ctx.out.say(f"no deployment has anything of run {run}")
-    data = [info.to_json() for info in found]
-    ctx.out.data({"run_id": run, "deployments": data}, ids=[one.identity for info in found for one in info.versions])
+    data = {
+        "run_id": run,
+        "deployments": [info.to_json() for info in found],
+        "not_looked_at": [{"deployment_id": unread, "error": reason.message} for unread, reason in refused],
+    }
+    ctx.out.data(data, ids=[one.identity for info in found for one in info.versions])
 
 
 def _hot_loads(client: InferenceClient, deployment_id: str) -> list[HotLoad]:
