@@ -95,9 +95,8 @@ def environment(place: Path, python: str, *packages: str) -> Path:
 
 def core() -> tuple[str, ...]:
     """Return the project's core with the extra `[fast]`, and the sampler."""
-    members = {"cwtrain-core[fast]": "cwtrain-core", "cwtrain-native": "cwtrain-native"}
-    members |= {"cwtrain-rollout": "cwtrain-rollout"}
-    return tuple(f"{name} @ {(ROOT / 'packages' / folder).as_uri()}" for name, folder in members.items())
+    members = ("cwtrain-core[fast]", "cwtrain-native", "cwtrain-rollout")
+    return tuple(f"{name} @ {(ROOT / 'packages' / name.partition('[')[0]).as_uri()}" for name in members)
 
 
 def versions(python: Path) -> dict[str, str]:

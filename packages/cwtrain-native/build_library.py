@@ -35,6 +35,7 @@ class LibraryHook(BuildHookInterface[Any]):
         problem = self._compile(library)
         if problem:
             if os.environ.get("CWTRAIN_NATIVE_REQUIRED"):
+                shutil.rmtree(self._folder, ignore_errors=True)
                 raise RuntimeError(problem)
             self.app.display_warning(f"built without the library: {problem}")
             return

@@ -61,8 +61,10 @@ def test_the_bucket_of_a_run(emulator: Fixture, deployment: Fixture, published: 
     assert found["served"] == "run-v000004"
     assert found["next_identity"] == "run.2-v000001"
     assert "its first delta is run.2-v000001 on run-v000000" in info.err
-    (nothing,) = run("hotload", "resume-info", "--run", "nobody", *here, env=published).data["deployments"]
-    assert nothing["versions"] == []
+    nothing = run("hotload", "resume-info", "--run", "nobody", env=published)
+    assert nothing.data == {"run_id": "nobody", "deployments": [], "not_looked_at": []}, nothing.err
+    (here_too,) = run("hotload", "resume-info", "--run", "nobody", *here, env=published).data["deployments"]
+    assert here_too["versions"] == []
 
     listed = run("hotload", "gc", *here, "--keep", "1", env=published)
     assert [one["identity"] for one in listed.data["doomed"]] == ["run-v000002", "run-v000001"], listed.err

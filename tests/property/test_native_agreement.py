@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import cwtrain_native
 from cwtrain.snapshots import _codec
 from cwtrain.snapshots._buffers import positions_of, round_up
-from cwtrain.snapshots._native import NativeBuilder, native_function
+from cwtrain.snapshots._native import NativeBuilder, agrees, native_function
 from cwtrain.snapshots._sequences import FEW, SequenceBuilder
+from helpers.requirements import require
 
 pytestmark = pytest.mark.needs("native")
 
@@ -83,6 +89,34 @@ def test_both_make_the_same_frame(name: str) -> None:
 def test_the_compiled_code_is_used() -> None:
     assert native_function() is not None
     assert _codec.delta_codec("sequences").function is native_function()
+
+
+# Each breaks one rule of the compiled code, and leaves the others as they are.
+BROKEN = {
+    "the zeros of short runs are forgotten": ("pending = literals + match;", "pending = literals;"),
+    "clumped parts are looked at once": ("< clumped * (double)count", "< 0.0"),
+    "dense parts get sequences": ("> dense * (double)words", "> 2.0 * (double)words"),
+    "the last run is lost": ("if (length - from >= shortest)", "if (length - from >= length)"),
+    "shorter runs": ("int keep = to - from >= shortest;", "int keep = to - from > shortest;"),
+    "the last words are left": ("if (rest)", "if (rest > 7)"),
+}
+
+
+@pytest.mark.parametrize("kind", [None, *BROKEN])
+def test_core_s_own_trial_refuses_code_that_is_wrong_in_one_rule(tmp_path: Path, kind: str | None) -> None:
+    compiler = shutil.which("cc")
+    require("native", compiler is not None, "no C compiler: apt-get install gcc libc6-dev")
+    source = (Path(cwtrain_native.__file__).parent / "difference.c").read_text(encoding="utf-8")
+    if kind is not None:
+        right, wrong = BROKEN[kind]
+        assert source.count(right) == 1
+        source = source.replace(right, wrong)
+    (tmp_path / "difference.c").write_text(source, encoding="utf-8")
+    build = [str(compiler), "-std=gnu11", "-O1", "-shared", "-fPIC", "-o", str(tmp_path / "difference.so")]
+    subprocess.run([*build, str(tmp_path / "difference.c")], check=True)
+    function = ctypes.CDLL(str(tmp_path / "difference.so")).cwtrain_native_difference
+    function.argtypes, function.restype = cwtrain_native.difference().argtypes, None
+    assert agrees(function) == (kind is None)
 
 
 def test_versions_of_unlike_sizes_are_refused_before_compiled_code_sees_them() -> None:

@@ -39,12 +39,11 @@ print(_native.native_function() is None, _codec.encode_xor(bytes(5000), bytes(20
 """
 
 
-def encoded_with(path: Path | None, **environ: str) -> tuple[str, str, str]:
+def encoded_with(path: Path) -> tuple[str, str, str]:
     """Encode in a fresh process; return whether compiled code was refused, the frame, and what was logged."""
-    more = {"PYTHONPATH": str(path)} if path else {}
     done = subprocess.run(
         [sys.executable, "-c", ENCODE],
-        env={**os.environ, **more, **environ},
+        env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
         check=False,

@@ -161,48 +161,49 @@ def test_where_changes_lie_close_together_only_long_runs_count(function: Differe
     assert sequences == [(161, 99)]
 
 
-@pytest.mark.parametrize("kind", ["missing", "no library", "another library"])
-def test_a_library_that_cannot_be_used_is_an_oserror(tmp_path: Path, kind: str) -> None:
-    package, place = tmp_path / "cwtrain_native", tmp_path / "cwtrain_native.libs"
-    for folder in (package, place):
-        folder.mkdir()
-    source = Path(cwtrain_native.__file__).read_text(encoding="utf-8")
-    # An editable installation's library would be found by its place on the path.
-    source = source.replace("(beside, *sys.path)", "(beside,)")
-    (package / "__init__.py").write_text(source, encoding="utf-8")
-    if kind == "no library":
-        (place / "difference.so").write_text("text")
-    elif kind == "another library":
-        shutil.copy(_ctypes.__file__, place / "difference.so")
+def copied(folder: Path, source: str) -> Path:
+    """Put a copy of the package into the folder, and return where its library belongs."""
+    for name in ("cwtrain_native", "cwtrain_native.libs"):
+        (folder / name).mkdir()
+    (folder / "cwtrain_native" / "__init__.py").write_text(source, encoding="utf-8")
+    return folder / "cwtrain_native.libs" / "difference.so"
+
+
+def refusal(folder: Path) -> str:
+    """Return what the copy of the package says, in a process of its own, instead of giving the function."""
     code = "import cwtrain_native as n, sys\ntry: n.difference()\nexcept OSError as e: print(e)\nelse: sys.exit('none')"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert ("install it again" if kind == "missing" else str(place / "difference.so")) in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["missing", "no library", "another library"])
+def test_a_library_that_cannot_be_used_is_an_oserror(tmp_path: Path, kind: str) -> None:
+    source = Path(cwtrain_native.__file__).read_text(encoding="utf-8")
+    # An editable installation's library would be found by its place on the path.
+    beside_only = source.replace("(beside, *sys.path)", "(beside,)")
+    assert beside_only != source
+    library = copied(tmp_path, beside_only)
+    if kind == "no library":
+        library.write_text("text")
+    elif kind == "another library":
+        shutil.copy(_ctypes.__file__, library)
+    assert ("install it again" if kind == "missing" else str(library)) in refusal(tmp_path)
 
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     require("native", compiler is not None, "no C compiler: apt-get install gcc libc6-dev")
-    package, place = tmp_path / "cwtrain_native", tmp_path / "cwtrain_native.libs"
-    for folder in (package, place):
-        folder.mkdir()
-    text = "int cwtrain_native_version(void) { return 99; } void cwtrain_native_difference(void) {}"
-    (tmp_path / "other.c").write_text(text)
-    build = [str(compiler), "-shared", "-fPIC", "-o", str(place / "difference.so"), str(tmp_path / "other.c")]
-    subprocess.run(build, check=True)
-    shutil.copy(cwtrain_native.__file__, package / "__init__.py")
-    code = "import cwtrain_native as n\ntry: n.difference()\nexcept OSError as e: print(e)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
+    library = copied(tmp_path, Path(cwtrain_native.__file__).read_text(encoding="utf-8"))
+    (tmp_path / "other.c").write_text(
+        "int cwtrain_native_version(void) { return 99; } void cwtrain_native_difference(void) {}"
     )
-    assert "is of version 99, not 1" in done.stdout, done.stderr
+    build = [str(compiler), "-shared", "-fPIC", "-o", str(library), str(tmp_path / "other.c")]
+    subprocess.run(build, check=True)
+    assert "is of version 99, not 1" in refusal(tmp_path)

@@ -88,7 +88,7 @@ def check_access(store: ObjectStore | S3Client, location: Location) -> AccessRep
     record = UploadRecord(target, location, "_preflight")
     abort_abandoned(record, target)
     try:
-        writing, aborting, open_uploads = _try_an_upload(target, key, record)
+        writing, aborting, open_uploads = _try_an_upload(target, location, key, record)
     finally:
         record.close()
     return AccessReport(
@@ -100,7 +100,7 @@ def check_access(store: ObjectStore | S3Client, location: Location) -> AccessRep
 
 
 def _try_an_upload(
-    store: ObjectStore, key: str, record: UploadRecord
+    store: ObjectStore, location: Location, key: str, record: UploadRecord
 ) -> tuple[PermissionCheck, PermissionCheck, PermissionCheck]:
     """Return whether an upload of ``key`` may be begun, whether it may be aborted, and whether it can be listed."""
     upload_id = ""
@@ -128,8 +128,8 @@ def _try_an_upload(
             action="s3:AbortMultipartUpload", allowed=None, detail="cannot be tried without s3:PutObject"
         )
     left: list[OpenUpload] = []
-    ours = key.rpartition("/")[0] + "/"
-    open_uploads = _optional("s3:ListBucketMultipartUploads", lambda: left.extend(store.list_uploads(ours)))
+    checks = location.preflight_key("")
+    open_uploads = _optional("s3:ListBucketMultipartUploads", lambda: left.extend(store.list_uploads(checks)))
     if aborting.allowed:
         # A request to begin that was repeated, as its answer was lost, has begun two; killed checks left the old ones.
         for one in left:
