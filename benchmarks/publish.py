@@ -71,7 +71,9 @@ def rows(bench: Any, row: Callable[..., Any], warm: Callable[..., None], tell: C
         warm(old, new)
         out = bench.work / f"published-{who}"
         with service(bench.ours) as running:
-            cost = bench.operation(who, f"publish_delta_{who}", base=old, new=new, out=out, **running.places)
+            cost = bench.operation(
+                who, f"publish_delta_{bench.calls(who)}", base=old, new=new, out=out, **running.places
+            )
             bench.check("delta", old, new, running.fetch("v1", bench.work / f"fetched-{who}"))
         return dict(cost)
 
@@ -79,7 +81,7 @@ def rows(bench: Any, row: Callable[..., Any], warm: Callable[..., None], tell: C
         warm(one)
         out = bench.work / f"published-{who}"
         with service(bench.ours) as running:
-            cost = bench.operation(who, f"publish_full_{who}", new=one, out=out, **running.places)
+            cost = bench.operation(who, f"publish_full_{bench.calls(who)}", new=one, out=out, **running.places)
             bench.check("same", one, running.fetch("v1", bench.work / f"fetched-{who}"))
         return dict(cost)
 
@@ -111,7 +113,7 @@ def rows(bench: Any, row: Callable[..., Any], warm: Callable[..., None], tell: C
         root, dest = bench.work / f"mirror-{who}", bench.work / f"rebuilt-{who}"
         with service(bench.ours) as running:
             places = {"base": base, "root": root, "deltas": made[who], "dest": dest, **running.places}
-            cost = bench.operation(who, f"cut_chain_{who}", **places)
+            cost = bench.operation(who, f"cut_chain_{bench.calls(who)}", **places)
             bench.check("same", two, running.fetch("v1", bench.work / f"fetched-{who}"))
         return dict(cost)
 
@@ -127,11 +129,18 @@ def streaming(bench: Any, row: Callable[..., Any], tell: Callable[[Any], None]) 
     The bandwidth is limited so that the upload takes as long as encoding does: there an overlap shows most.
     """
     size = 1000
-    costs = []
+    costs: list[dict[str, float]] = []
+    earlier: list[dict[str, float]] = []
+    sides = {"ours": costs, "peer": earlier} if bench.before else {"ours": costs}
     with service(bench.ours) as running:
         for number in range(bench.rounds):
-            arguments = {"size_mib": size, "first": 10 * number + 1, **running.places}
-            costs.append(bench.operation("ours", "stream_delta", **arguments))
+            for who in list(sides)[:: -1 if number % 2 else 1]:
+                first = 10 * (number + bench.rounds * (who == "peer")) + 1
+                arguments = {"size_mib": size, "first": first, **running.places}
+                sides[who].append(bench.operation(who, "stream_delta", **arguments))
+    if earlier:
+        yield from streaming_beside_before(row, tell, costs, earlier, size)
+        return
     what = f"stream {size} MiB in memory as a delta"
     found = row(f"{what}: memory beside base and tensors, MiB", unit="MiB", at_least=320)
     found.ours, found.ratio = costs, max(cost["extra_mib"] for cost in costs)
@@ -146,3 +155,15 @@ def streaming(bench: Any, row: Callable[..., Any], tell: Callable[[Any], None]) 
     found.note = f"against their sum: {sums[len(sums) // 2]:.2f}; one after the other would be 1"
     tell(found)
     yield found
+
+
+def streaming_beside_before(
+    row: Callable[..., Any], tell: Callable[[Any], None], ours: list[Any], earlier: list[Any], size: int
+) -> Iterator[Any]:
+    """Yield the same rows against an earlier commit: what each side's median comes to."""
+    for metric, key in (("memory beside base and tensors", "extra_mib"), ("CPU", "cpu")):
+        found = row(f"stream {size} MiB in memory as a delta: {metric}", unit="<=", ours=ours, peer=earlier)
+        middle = [sorted(cost[key] for cost in costs)[len(costs) // 2] for costs in (ours, earlier)]
+        found.ratio = middle[0] / middle[1]
+        tell(found)
+        yield found

@@ -1,7 +1,8 @@
 """Measure the project beside the published wheel: python benchmarks/run.py [--size small|full] [--only delta,cli,...]
 
-Writes a table, JSON and plots; the protocol is in README.md beside this file. Needs uv and a Python 3.12; this file
-itself runs with any Python from 3.11, without packages.
+With `--before COMMIT` the other side is not the wheel but the project's own code at that commit, which shows what a
+change made slower. Writes a table, JSON and plots; the protocol is in README.md beside this file. Needs uv and a
+Python 3.12; this file itself runs with any Python from 3.11, without packages.
 """
 
 from __future__ import annotations
@@ -93,10 +94,21 @@ def environment(place: Path, python: str, *packages: str) -> Path:
     return place / "bin/python"
 
 
-def core() -> tuple[str, ...]:
-    """Return the project's core with the extra `[fast]`, and the sampler."""
+def core(tree: Path = ROOT) -> tuple[str, ...]:
+    """Return the project's core with the extra `[fast]`, and the sampler, from this checkout or another."""
     members = ("cwtrain-core[fast]", "cwtrain-native", "cwtrain-rollout")
-    return tuple(f"{name} @ {(ROOT / 'packages' / name.partition('[')[0]).as_uri()}" for name in members)
+    return tuple(f"{name} @ {(tree / 'packages' / name.partition('[')[0]).as_uri()}" for name in members)
+
+
+def sources(commit: str, place: Path) -> Path:
+    """Return a directory with the packages as they were at a commit of this repository."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", commit, "packages"], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        sys.exit(f"{commit} cannot be read: {archive.stderr.decode().strip()}")
+    subprocess.run(["tar", "-x", "-C", str(place)], input=archive.stdout, check=True)
+    return place
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -111,12 +123,20 @@ def versions(python: Path) -> dict[str, str]:
 class Bench:
     """The two sides, the place for files, and how often to measure."""
 
-    def __init__(self, *, ours: Path, peer: Path, work: Path, size: str, rounds: int) -> None:
+    def __init__(
+        self, *, ours: Path, peer: Path, work: Path, size: str, rounds: int, before: str | None = None
+    ) -> None:
         self.ours, self.peer = ours, peer
         self.work, self.size, self.rounds = work, size, rounds
+        self.before = before
+        """The commit that the other side is, where it is not the published wheel."""
         self.more_rounds = max(5, rounds)
         """For rows that lie close to what is asked for."""
         self.cores: list[float] = []
+
+    def calls(self, who: str) -> str:
+        """Return by which of the two APIs a side is called: an earlier commit is called as we are."""
+        return "ours" if self.before and who == "peer" else who
 
     def python(self, who: str) -> Path:
         """Return a side's Python."""
@@ -236,7 +256,10 @@ def delta_rows(bench: Bench) -> Iterator[Row]:
         compare(size, "bytes")
         tell(size)
         yield size
-        if density == DENSITIES[0]:
+        if density == DENSITIES[0] and bench.before:
+            memory.ours, memory.peer = row.ours, row.peer
+            compare(memory, "grown_mib")
+        elif density == DENSITIES[0]:
             memory.ours, memory.peer = row.ours, row.peer
             compare(memory, "grown_mib")
             grown.ours = row.ours
@@ -252,7 +275,7 @@ def delta_rows(bench: Bench) -> Iterator[Row]:
 
             yield bench.interleave(limit, floor, ("ours", "floor"))
     judged = "" if bench.size == "full" else "the target is for the full size"
-    for one in (memory, grown):
+    for one in (memory,) if bench.before else (memory, grown):
         one.note = judged
         tell(one)
         yield one
@@ -340,7 +363,7 @@ def mirror_rows(bench: Bench) -> Iterator[Row]:
     def advance(who: str) -> Cost:
         out, dest, root = (bench.work / f"{name}-{who}" for name in ("delta", "rebuilt", "mirror"))
         warm(one, two)
-        name = "advance" if who == "ours" else "write_and_apply"
+        name = "advance" if bench.calls(who) == "ours" else "write_and_apply"
         before = made[who, "one"]
         cost = bench.operation(who, name, base=base, root=root, before=before, old=one, new=two, out=out, dest=dest)
         bench.check("delta", one, two, out)
@@ -398,7 +421,10 @@ def upload_rows(bench: Bench) -> Iterator[Row]:
         return
     import upload
 
-    for found in upload.rows(bench.size, bench.rounds, ours=bench.ours, peer=bench.peer, directory=bench.work):
+    found_rows = upload.rows(
+        bench.size, bench.rounds, ours=bench.ours, peer=bench.peer, directory=bench.work, floor=not bench.before
+    )
+    for found in found_rows:
         key = {"MiB": "peak_mib"}.get(found["unit"], "wall" if "wall" in found["metric"] else "cpu")
         sign, _, wanted = found["target"].partition(" ")
         against_floor = sign == "<="
@@ -436,12 +462,13 @@ def sampler_rows(bench: Bench) -> Iterator[Row]:
         row = Row(metric, at_least=wanted, aim=aim, verified="ids, log-probs and indices of every choice")
         with sampler.sink(bench.ours, kind["tokens"]) as url:
             rounds = bench.more_rounds if kind is sampler.SMALL else None
-            bench.interleave(row, sampler.measure(bench.python, clean(), url, kind, groups), rounds=rounds)
+            measure = sampler.measure(bench.python, clean(), url, kind, groups, bench.calls)
+            bench.interleave(row, measure, rounds=rounds)
         work = groups * kind["n"] * (kind["tokens"] if kind is sampler.LARGE else 1)
         per = {who: (row.middle(who) or 0.0) / work * 1e6 for who in ("ours", "peer")}
         unit = "token" if kind is sampler.LARGE else "request"
         row.note = f"microseconds per {unit}: the peer {number(per['peer'])}, ours {number(per['ours'])}"
-        if kind is sampler.SMALL:
+        if kind is sampler.SMALL and not bench.before:
             seen = sampler.open_at_once(bench.ours, clean(), 1000)
             row.note += f"; of 1,000 groups of one process {seen['peak']} were open at the server at once"
         yield row
@@ -455,6 +482,13 @@ ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "sampler": sampler_rows,
     "cli": cli_rows,
 }
+
+
+def beside_before(row: Row) -> Row:
+    """Judge a row against the same code of an earlier commit: nothing falls by more than 5 %."""
+    row.aim = None
+    row.at_least = 0.95 if row.unit == "x" else 1.05
+    return row
 
 
 def growth(bench: Bench) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -516,7 +550,8 @@ def write_reports(out: Path, found: dict[str, Any], rows: Sequence[Row]) -> None
         if row.unit == "x" and row.ratio is not None and row.at_least is not None
     ]
     if bars:
-        title = f"CPU: how many times less than the published wheel ({found['size']} size)"
+        other = found["before"] or "the published wheel"
+        title = f"CPU: how many times less than {other} ({found['size']} size)"
         (out / "performance-ratios.svg").write_text(plot.bars(bars, title))
     if grown := found["growth"]:
         panels = [("bytes of the checkpoint", "MB", grown["bytes"]), ("number of tensors", "tensors", grown["tensors"])]
@@ -531,18 +566,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 3 for small, 5 for full")
     parser.add_argument("--out", type=Path, default=ROOT / "build/benchmarks", help="reports, data and environments")
     parser.add_argument("--python", help="a Python 3.12")
+    parser.add_argument("--before", metavar="COMMIT", help="measure beside the code of that commit, not the wheel")
+    parser.add_argument("--ours", metavar="COMMIT", help="measure that commit, not this checkout")
     options = parser.parse_args()
     if unknown := set(options.only.split(",")) - set(GROUPS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    rounds = options.rounds or (5 if options.size == "full" else 3)
+    rounds = options.rounds or (9 if options.before else 5 if options.size == "full" else 3)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     began, load = time.time(), os.getloadavg()
     python = find_python(options.python)
     say("making the environments")
-    peer = environment(out / "peer", python, PEER)
-    ours = environment(out / "ours", python, *core())
-    bench = Bench(ours=ours, peer=peer, work=out, size=options.size, rounds=rounds)
+    if options.before:
+        peer = environment(out / "before", python, *core(sources(options.before, out / "sources-before")))
+    else:
+        peer = environment(out / "peer", python, PEER)
+    ours = environment(out / "ours", python, *core(sources(options.ours, out / "sources") if options.ours else ROOT))
+    bench = Bench(ours=ours, peer=peer, work=out, size=options.size, rounds=rounds, before=options.before)
     rows: list[Row] = []
     grown: dict[str, Any] = {}
 
@@ -557,6 +597,7 @@ def main() -> None:
         found = {
             "size": options.size,
             "rounds": rounds,
+            "before": options.before,
             "seconds": time.time() - began,
             "machine": machine,
             "ours": installed[0],
@@ -569,9 +610,10 @@ def main() -> None:
     installed = versions(ours), versions(peer)
     for group in GROUPS:
         if group in options.only.split(","):
-            rows += list(ROWS[group](bench))
+            found = list(ROWS[group](bench))
+            rows += map(beside_before, found) if options.before else found
             report()
-    if "delta" in options.only.split(","):
+    if "delta" in options.only.split(",") and not options.before:
         grown = growth(bench)
     report()
     print(table(rows))

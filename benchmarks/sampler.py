@@ -59,13 +59,21 @@ def once(python: Path, environ: dict[str, str], task: dict[str, Any]) -> dict[st
 
 
 def measure(
-    python: Callable[[str], Path], environ: dict[str, str], url: str, kind: dict[str, int], groups: int
+    python: Callable[[str], Path],
+    environ: dict[str, str],
+    url: str,
+    kind: dict[str, int],
+    groups: int,
+    calls: Callable[[str], str],
 ) -> Callable[[str], dict[str, float]]:
-    """Return what measures one side once; the peer does a quarter of the groups, and is counted four times."""
+    """Return what measures one side once; the peer does a quarter of the groups, and is counted four times.
+
+    ``calls`` tells by which of the two APIs a side is called.
+    """
 
     def one(who: str) -> dict[str, float]:
-        share = 4 if who == "peer" else 1
-        cost = once(python(who), environ, {"who": who, "url": url, "groups": groups // share, **kind})
+        share = 4 if calls(who) == "peer" else 1
+        cost = once(python(who), environ, {"who": calls(who), "url": url, "groups": groups // share, **kind})
         return {**cost, "cpu": cost["cpu"] * share, "wall": cost["wall"] * share}
 
     return one

@@ -33,12 +33,19 @@ TENSORS = 8
 
 
 def rows(
-    size: str, rounds: int, *, ours: str | None = None, peer: str | None = None, directory: str | None = None
+    size: str,
+    rounds: int,
+    *,
+    ours: str | None = None,
+    peer: str | None = None,
+    directory: str | None = None,
+    floor: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the table's rows: metric, ours, peer (for the floor rows: the floor), ratio, unit, and the target.
 
     ``ours`` and ``peer`` are the two Pythons (else ``CWTRAIN_BENCH_OURS`` and ``CWTRAIN_BENCH_PEER``), ``directory`` is
-    where the files are made (a temporary directory). The ratio is peer over ours, and ours over the floor.
+    where the files are made (a temporary directory). The ratio is peer over ours, and ours over the floor. Without
+    ``floor`` that one is left out.
     """
     ours = ours or os.environ["CWTRAIN_BENCH_OURS"]
     peer = peer or os.environ["CWTRAIN_BENCH_PEER"]
@@ -52,15 +59,16 @@ def rows(
         record(ours, known)
         with sink(ours) as http_port:
             run = Runs(http_port, "http", "")
-            plain = interleaved(
-                rounds,
-                {
-                    "ours": lambda: run(ours, "ours", known),
-                    "peer": lambda: run(peer, "peer", known),
-                    "floor": lambda: run(ours, "floor", known),
-                    "user": lambda: run(ours, "ours", unknown),
-                },
-            )
+            operations = {
+                "ours": lambda: run(ours, "ours", known),
+                "peer": lambda: run(peer, "peer", known),
+                "user": lambda: run(ours, "ours", unknown),
+            }
+            if floor:
+                operations["floor"] = lambda: run(ours, "floor", known)
+            else:  # the other side may gain from what is recorded about its own files, too
+                operations["peer, user"] = lambda: run(peer, "peer", unknown)
+            plain = interleaved(rounds, operations)
         crt, key = certificate(Path(place))
         with sink(ours, crt, key) as tls_port:
             run_tls = Runs(tls_port, "https", str(crt))
@@ -68,10 +76,11 @@ def rows(
                 rounds,
                 {"ours": lambda: run_tls(ours, "ours", known), "peer": lambda: run_tls(peer, "peer", known)},
             )
+    against_floor = "upload client CPU, http, against SHA-256 + sendfile"
     return [
         row("upload client CPU, http", plain, "ours", "peer", "cpu", ">= 2.3"),
-        row("upload client CPU, http, against SHA-256 + sendfile", plain, "ours", "floor", "cpu", "<= 1.3"),
-        row("upload client CPU, http, user's files", plain, "user", "peer", "cpu", ""),
+        *([row(against_floor, plain, "ours", "floor", "cpu", "<= 1.3")] if floor else []),
+        row("upload client CPU, http, user's files", plain, "user", "peer" if floor else "peer, user", "cpu", ""),
         row("upload client CPU, https", tls, "ours", "peer", "cpu", ">= 1.4"),
         row("upload wall time, http", plain, "ours", "peer", "wall", ""),
         row("upload peak memory, http", plain, "ours", "peer", "peak_mib", ""),
