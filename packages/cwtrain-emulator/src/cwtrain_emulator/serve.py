@@ -342,12 +342,16 @@ def _listening_socket(settings: Settings) -> socket.socket:
 def _announce(values: dict[str, Any], *, as_shell: bool, write: Callable[[dict[str, Any]], None] | None) -> None:
     if write is not None:
         write(values)
+    elif sys.stdout is None:
+        raise ServeError("standard output is closed, and so nobody learns where the emulator is")
     else:
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values["env"].items())
         sys.stdout.write(exports if as_shell else json.dumps(values) + "\n")
     sys.stdout.flush()
     said = f"cwtrain emulator at {values['base_url']}, bucket {values['bucket']}; watch it at {values['base_url']}/"
-    print(said, file=sys.stderr)  # noqa: T201
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, none: it runs all the same
+        sys.stderr.write(f"{said}\n")
+        sys.stderr.flush()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

@@ -138,6 +138,7 @@ def bench(
     Ctrl-C ends it early: what was measured so far is printed, with "interrupted": true.
     """
     import asyncio
+    import contextlib
 
     import attrs
 
@@ -156,8 +157,9 @@ def bench(
     try:
         asyncio.run(load.run())
     except (KeyboardInterrupt, Terminated):
-        if (found := load.result()) is not None:
-            ctx.out.data(found)
+        with contextlib.suppress(OSError):  # a Ctrl-C ends the whole pipeline, the reader of this output too
+            if (found := load.result()) is not None:
+                ctx.out.data(found)
         raise
     ctx.out.data(load.result())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cwtrain._streams import UnfailingStderr
 from cwtrain.cli._context import GlobalOptions, logging_to_stderr
 from cwtrain.cli._errors import DONE, FAILED, INTERRUPTED, TERMINATED, Terminated, report
-from cwtrain.cli._output import say
+from cwtrain.cli._output import naming_stdout, say
 from cwtrain.cli._root import root
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ __all__ = ["main"]
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run ``cwtrain`` with ``args`` (``sys.argv[1:]``) and return its exit code."""
-    words = list(sys.argv[1:] if args is None else args) or ["--help"]
+    with UnfailingStderr():
+        return _main(list(sys.argv[1:] if args is None else args) or ["--help"])
+
+
+def _main(words: list[str]) -> int:
     given = GlobalOptions(verbose="--verbose" in words, quiet="--quiet" in words, errors=_errors_format(words))
     try:
         with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm():
@@ -47,16 +51,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write what is left for standard output; where that fails, keep Python from trying and complaining at exit."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError as exc:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(exc, BrokenPipeError):
-            raise
-        raise OSError(exc.errno, exc.strerror, "standard output") from exc
+    """Write what is left for standard output."""
+    if sys.stdout is not None:
+        with naming_stdout():
+            sys.stdout.flush()
 
 
 def _interrupted(given: GlobalOptions, code: int, word: str) -> int:

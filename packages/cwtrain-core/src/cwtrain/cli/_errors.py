@@ -10,6 +10,7 @@ from typing import Any, Final
 import attrs
 import click
 
+from cwtrain.cli._output import STDOUT
 from cwtrain.errors import APIError, ConfigError, CWTrainError, StorageRegionError
 
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "TERMINATED", "WRONG_USAGE", "Report", "Terminated", "report"]
@@ -129,6 +130,8 @@ def _usage_hint(exc: click.ClickException) -> str | None:
 
 
 def _os_hint(exc: OSError) -> str:
+    if exc.filename == STDOUT:
+        return "only this output is lost, what the command did is done: look at that before you run it again"
     match exc.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return "make room there, or write to another place; then run it again"

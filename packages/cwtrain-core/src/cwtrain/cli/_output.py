@@ -24,9 +24,22 @@ if TYPE_CHECKING:
 
     from cwtrain.hotload import ProgressEvent
 
-__all__ = ["FORMATS", "HEARTBEAT", "LiveTable", "LogHandler", "Output", "ProgressLine", "is_terminal", "say"]
+__all__ = [
+    "FORMATS",
+    "HEARTBEAT",
+    "STDOUT",
+    "LiveTable",
+    "LogHandler",
+    "Output",
+    "ProgressLine",
+    "is_terminal",
+    "naming_stdout",
+    "say",
+]
 
 FORMATS: Final = ("json", "jsonl", "table", "id")
+STDOUT: Final = "standard output"
+"""The name of standard output in an error."""
 HEARTBEAT: Final = 30.0
 """Seconds between two plain lines while nothing changes."""
 
@@ -95,14 +108,21 @@ class Output:
             yield lambda done, total: line.bytes_done(what, done, total)
 
 
-def _write(text: str) -> None:
-    # Bytes, so that neither the locale nor a file name that is no UTF-8 can break the output.
+@contextmanager
+def naming_stdout() -> Iterator[None]:
+    """Have an error of a write inside the block name standard output; one that nobody reads is left as it is."""
     try:
-        click.echo(text.encode("utf-8", errors="backslashreplace"), nl=False)
+        yield
     except BrokenPipeError:
         raise
     except OSError as exc:
-        raise OSError(exc.errno, exc.strerror, "standard output") from exc
+        raise OSError(exc.errno, exc.strerror, STDOUT) from exc
+
+
+def _write(text: str) -> None:
+    # Bytes, so that neither the locale nor a file name that is no UTF-8 can break the output.
+    with naming_stdout():
+        click.echo(text.encode("utf-8", errors="backslashreplace"), nl=False)
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

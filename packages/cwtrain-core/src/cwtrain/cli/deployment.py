@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -63,12 +64,14 @@ def _wait_until_ready(
         )
     except CWTrainError as exc:
         # The id and where it will answer are printed all the same: without them nobody can find what holds the GPUs.
-        latest = _latest(client, created)
-        _print(ctx, latest, _endpoints(client, latest))
         exc.add_note(stays)
+        latest = _latest(client, created)
+        with suppress(OSError):  # where nothing takes it, the error is still the one to be told
+            _print(ctx, latest, _endpoints(client, latest))
         raise
     except (KeyboardInterrupt, Terminated):
-        _print(ctx, created, [])
+        with suppress(OSError):
+            _print(ctx, created, [])
         raise
 
 

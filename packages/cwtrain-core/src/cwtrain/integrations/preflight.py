@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from cwtrain._streams import UnfailingStderr, open_closed_streams, settle_streams
 from cwtrain.config import ApiConfig, HotLoadConfig, StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError
 
@@ -21,10 +22,13 @@ __all__ = ["main"]
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the check and return 0 or 1. It takes no arguments but ``--help``."""
-    words = list(sys.argv[1:] if args is None else args)
+    with UnfailingStderr():
+        return _main(list(sys.argv[1:] if args is None else args))
+
+
+def _main(words: list[str]) -> int:
     if words in (["--help"], ["-h"]):
-        sys.stdout.write(f"{__doc__}")
-        return 0
+        return _printed(f"{__doc__}")
     if words:
         return _refused(ConfigError(f"unexpected arguments: {' '.join(words)}", hint="it reads the environment only"))
     try:
@@ -38,7 +42,16 @@ def main(args: Sequence[str] | None = None) -> int:
         return _refused(exc)
     for warning in checked.warnings:
         sys.stderr.write(f"warning: {warning}\n")
-    sys.stdout.write(json.dumps(checked.to_json(), ensure_ascii=False, indent=2) + "\n")
+    return _printed(json.dumps(checked.to_json(), ensure_ascii=False, indent=2) + "\n")
+
+
+def _printed(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as exc:
+        sys.stderr.write(f"error: standard output: {exc.strerror}\n")
+        return 1
     return 0
 
 
@@ -81,4 +94,7 @@ def _refused(exc: CWTrainError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    open_closed_streams()
+    code = main()
+    settle_streams()
+    sys.exit(code)
