@@ -20,7 +20,6 @@ from cwtrain_rollout import (
     RolloutError,
     RolloutRequestError,
     Sampler,
-    SampleStatus,
     SamplingParams,
 )
 from helpers.completions_server import CompletionsServer, Raw, answer, choice, good
@@ -251,16 +250,6 @@ def test_more_fields_of_a_request_go_with_each_sample() -> None:
     assert [(request["n"], request["multi_modal_data"]) for request in server.requests] == [
         (1, {"image": ["data:,"]})
     ] * 2
-
-
-def test_a_failed_sample_says_so_and_is_not_asked_for_again() -> None:
-    with CompletionsServer(rest=answer(choice(0), choice(1, finish_reason="content_filter"))) as server:
-        one = sampler(server)
-        (group,) = one.sample_groups([Group(prompt=[1], n=2)], PARAMS)
-        assert len(server.requests) == 1
-    assert [sample.status for sample in group.samples] == [SampleStatus.COMPLETED, SampleStatus.FAILED]
-    assert not group.whole
-    assert one.totals.failed_samples == 1
 
 
 def test_the_queue_time_is_asked_for_only_where_the_window_follows_it() -> None:

@@ -149,10 +149,11 @@ def test_an_excerpt_is_short_and_one_line() -> None:
 
 
 @pytest.mark.parametrize("reason", ["error", "content_filter", "something new"])
-def test_what_the_endpoint_gave_up_is_failed_and_says_why(reason: str) -> None:
+def test_what_the_endpoint_gave_up_is_no_sample_and_says_why(reason: str) -> None:
     got = read(answer(choice(0, finish_reason=reason), choice(1, (), finish_reason=reason, logprobs=None)), n=2)
-    assert [got.choices[i].status for i in (0, 1)] == [SampleStatus.FAILED] * 2
-    assert got.choices[0].finish_reason == reason
+    assert got.choices == {}
+    assert got.problems == tuple(f"choice {i}: it ended with finish_reason {reason!r}" for i in (0, 1))
+    assert got.given_up == (reason, reason)
 
 
 def test_an_aborted_choice_is_taken_where_partial_samples_are() -> None:

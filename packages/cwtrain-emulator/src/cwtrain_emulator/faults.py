@@ -159,6 +159,17 @@ KINDS: dict[str, FaultKind] = {
         {"on": Option(str, default="load", choices=("load",), help="always a load")},
         ends=False,
     ),
+    "finish": FaultKind(
+        ("replica",),
+        "a request's choices end with another finish_reason, as engines and routers say that they gave one up",
+        {
+            "on": Option(str, default="request", choices=("request",), help="always a request"),
+            "reason": Option(str, default="abort", help="the reason, in any spelling; null: none is told"),
+            "tokens": Option(int, default=None, most=_COUNT, help="tokens before; none: as many as there would be"),
+            "choice": Option(int, default=None, most=_COUNT, help="index of the choice; none: every one"),
+        },
+        ends=False,
+    ),
     "die": FaultKind(
         ("replica",),
         "the process is killed in the middle of a load (or of a request); the pool starts it again",

@@ -41,10 +41,10 @@ class Choice(msgspec.Struct, gc=False):
             return None
         try:
             tokens = msgspec.json.decode(raw, type=list[str])
-            if not tokens or not all(token.startswith(_TOKEN_PREFIX) for token in tokens):
+            if not all(token.startswith(_TOKEN_PREFIX) for token in tokens):
                 return None
             ids = tuple(int(token[len(_TOKEN_PREFIX) :]) for token in tokens)
-            return ids if min(ids) >= 0 else None
+            return ids if min(ids, default=0) >= 0 else None
         except (msgspec.DecodeError, ValueError):
             return None
 
@@ -100,10 +100,10 @@ class Answer(msgspec.Struct, gc=False):
 
     @property
     def single_identity(self) -> str | None:
-        """The one identity that made the answer, where it names exactly one."""
-        if self.identities is not None and len(self.identities) != 1:
-            return None
-        return self.identities[0] if self.identities else self.identity
+        """The one identity that made the answer, where it names exactly one; an empty name names none."""
+        if self.identities is None:
+            return self.identity or None
+        return (self.identities[0] or None) if len(self.identities) == 1 else None
 
 
 @attrs.frozen

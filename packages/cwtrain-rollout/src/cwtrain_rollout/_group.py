@@ -260,6 +260,9 @@ class GroupRun:
             index = ask.indices[place]
             self.got[index] = Got(choice=choice, request_id=request_id, history=history, ended=ended, identity=named)
             self._count(choice)
+        if read.given_up:
+            totals.failed_samples += len(read.given_up)
+            engine.warn_once("The endpoint ended a sample with finish_reason %r: it is asked again", read.given_up[0])
         if read.extra:
             engine.warn_once(
                 "The endpoint gave %d choices more than the %d asked for: dropped", read.extra, len(ask.indices)
@@ -275,10 +278,7 @@ class GroupRun:
         if choice.floors:
             totals.floor_logprobs += choice.floors
             self.engine.warn_once("The endpoint reports %d log-probs of -9999 or less: kept as they are", choice.floors)
-        if choice.status is SampleStatus.FAILED:
-            totals.failed_samples += 1
-            self.engine.warn_once("A sample ended with finish_reason %r: it is FAILED", choice.finish_reason)
-        elif choice.token_ids and not choice.logprobs:
+        if choice.token_ids and not choice.logprobs:
             totals.missing_logprobs += 1
 
     def _no_room(self, ask: Ask) -> None:

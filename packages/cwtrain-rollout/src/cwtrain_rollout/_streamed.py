@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import attrs
 import msgspec
@@ -14,6 +15,8 @@ from cwtrain_rollout.transport import Reply, Transport
 
 __all__ = ["Partial", "read_stream"]
 
+T = TypeVar("T")
+
 
 @attrs.define(kw_only=True)
 class Partial:
@@ -21,6 +24,8 @@ class Partial:
 
     history: History | None = None
     request_id: str = ""
+    told: bool = False
+    """Whether token ids came, were it none of them: an empty list is not the same as no list."""
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     texts: list[str] = attrs.field(factory=list)
@@ -36,7 +41,8 @@ class Partial:
             raise BadAnswer(f"an event of the stream has {len(ids)} token ids and {len(values or ())} log-probs")
         if choice.text:
             self.texts.append(choice.text)
-        if ids:
+        if ids is not None:
+            self.told = True
             self.token_ids += ids
         if values:
             self.logprobs += values
@@ -69,11 +75,16 @@ async def read_stream(
             for choice in event.choices or ():
                 if choice.index not in (0, None):
                     continue
+                before = len(partial.token_ids)
                 partial.keep(choice, logprobs=wanted.logprobs)
-                end = choice.finish_reason or end
-            last.usage = event.usage or last.usage
-            last.nvext = event.nvext or last.nvext
-            last.identity, last.identities = event.identity or last.identity, event.identities or last.identities
+                # Some servers say "" in every event but the last: so an empty reason is no end, unless it is the last.
+                if end and (len(partial.token_ids) > before or choice.finish_reason not in (None, end)):
+                    raise BadAnswer(f"the stream went on after its end with finish_reason {end[:100]!r}")
+                end = end if choice.finish_reason is None else choice.finish_reason
+            last.usage = _later(event.usage, last.usage)
+            last.nvext = _later(event.nvext, last.nvext)
+            last.identity = _later(event.identity, last.identity)
+            last.identities = _later(event.identities, last.identities)
         if end is None:
             raise BadAnswer("the stream ended without a finish_reason")
         values = tuple(partial.logprobs)
@@ -82,7 +93,7 @@ async def read_stream(
                 index=0,
                 text="".join(partial.texts),
                 finish_reason=end,
-                token_ids=tuple(partial.token_ids) if partial.token_ids else None,
+                token_ids=tuple(partial.token_ids) if partial.told else None,
                 logprobs=Logprobs(token_logprobs=values, tokens=msgspec.Raw(b"")) if values else None,
             )
         ]
@@ -90,3 +101,7 @@ async def read_stream(
         if streamed.queue_seconds is not None and read.queue_seconds is None:
             read = attrs.evolve(read, queue_seconds=streamed.queue_seconds)
         return Reply(status=200, body=b""), read
+
+
+def _later(new: T | None, old: T | None) -> T | None:
+    return old if new is None else new

@@ -30,6 +30,8 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with a role and its content."""
 
 _REFUSALS = (408, 425, 429, 503)
+_ENDS = ("stop", "length")
+"""How an answer ends that is whole; with any other reason it is asked for again."""
 
 
 class _Message(msgspec.Struct):
@@ -47,7 +49,7 @@ class _Answer(msgspec.Struct):
 
 @attrs.frozen(kw_only=True)
 class ChatAnswer:
-    """One answer to a conversation."""
+    """One whole answer to a conversation: ``finish_reason`` is ``stop`` or ``length``."""
 
     text: str
     finish_reason: str
@@ -152,11 +154,13 @@ class ChatSampler:
                         admission.refused(
                             epoch, floor=floor if floor <= config.deadline else 0.0, overload=overload, probe=probe
                         )
-                    elif reply is not None and (found := _read(reply, request_id)):
-                        admission.answered(epoch, 1, reply.queue_seconds)
-                        return found
                     else:
+                        found = _read(reply, request_id) if reply is not None and reply.good else reason
+                        if reply is not None and isinstance(found, ChatAnswer):
+                            admission.answered(epoch, 1, reply.queue_seconds)
+                            return found
                         admission.disappointed()
+                        reason = f"{found} ({reason})" if found != reason else reason
                         bad, floor = bad + 1, 0.0
                 finally:
                     if not told:
@@ -202,17 +206,16 @@ class ChatSampler:
         return reply, words, False
 
 
-def _read(reply: Reply, request_id: str) -> ChatAnswer | None:
-    """Return the answer in a reply; None where there is none to use."""
-    if not reply.good:
-        return None
+def _read(reply: Reply, request_id: str) -> ChatAnswer | str:
+    """Return the answer in a reply, or what is wrong with it."""
     try:
         answer = msgspec.json.decode(reply.body, type=_Answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    if not answer.choices or answer.choices[0].finish_reason is None:
-        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        return f"the answer cannot be read: {exc}"
+    if not answer.choices:
+        return "the answer has no choices"
     choice = answer.choices[0]
-    return ChatAnswer(
-        text=choice.message.content or "", finish_reason=choice.finish_reason or "", request_id=request_id
-    )
+    if choice.finish_reason not in _ENDS:
+        said = "no finish_reason" if choice.finish_reason is None else f"finish_reason {choice.finish_reason[:100]!r}"
+        return f"the answer ended with {said}"
+    return ChatAnswer(text=choice.message.content or "", finish_reason=choice.finish_reason, request_id=request_id)

@@ -98,6 +98,8 @@ async def evaluate_async(
     exact = sampler.served is not None if exact_version is None else exact_version
     params = SamplingParams(max_tokens=1024, temperature=0.0) if sampling is None else sampling
     found = await sampler.sample(groups, params, evaluation=True, exact_version=exact)
+    # A sample that did not end by itself is no answer to score, whoever gave it.
+    found = [group for group in found if group.whole]
     scores = []
     for group in found:
         given = []

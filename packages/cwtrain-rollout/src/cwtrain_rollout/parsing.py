@@ -38,6 +38,7 @@ _STATUSES = {
     "abort": SampleStatus.ABORTED,
     "cancelled": SampleStatus.ABORTED,
 }
+"""The finish reasons whose meaning is known, as they are spelled. With any other one a choice is no sample."""
 _DECODER = msgspec.json.Decoder(Answer)
 
 
@@ -72,7 +73,7 @@ class Wanted:
 
 @attrs.define(kw_only=True, eq=False)
 class GoodChoice:
-    """A choice that has everything a training sample needs (or says by its status that it is none)."""
+    """A choice that has everything a sample needs; one that is ABORTED has what there was."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -95,10 +96,18 @@ class ReadAnswer:
     extra: int = 0
     given: int = 0
     """How many choices the answer had."""
+    given_up: tuple[str, ...] = ()
+    """The finish reasons of choices that are no samples because of them."""
     queue_seconds: float | None = None
     """How long the request waited at the server, where the answer says so."""
     identity: str | None = None
     """The one identity that made it, where the answer names it."""
+
+
+class _Problem(str):
+    """What is wrong with a choice."""
+
+    __slots__ = ()
 
 
 def excerpt(body: bytes, limit: int = 200) -> str:
@@ -127,6 +136,7 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
     single = wanted.n == 1 and len(choices) == 1
     good: dict[int, GoodChoice] = {}
     problems: dict[int, str] = {}
+    given_up: list[str] = []
     extra = no_ids = 0
     for place, choice in enumerate(choices):
         index = place if choice.index is None else choice.index
@@ -137,12 +147,21 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
         if fault and (wanted.logprobs or not fault.logprobs):
             problems[index] = fault.reason
             continue
+        status = _status(choice.finish_reason, wanted)
+        if isinstance(status, _Problem):
+            # Before its ids are looked at: one that was given up before its first token may have none to show.
+            if choice.finish_reason is not None:
+                given_up.append(choice.finish_reason)
+            problems[index] = status
+            continue
         ids, again = _token_ids(choice, answer if single else None, wanted)
+        if ids is None and status is SampleStatus.ABORTED and not choice.text:
+            ids = ()
         if ids is None:
             no_ids += 1
             problems[index] = "it has no token ids"
             continue
-        read = _judge(index, choice, ids, answer, wanted, retokenised=again)
+        read = _judge(index, choice, ids, status, answer, wanted, retokenised=again)
         if isinstance(read, str):
             problems[index] = read
         else:
@@ -161,6 +180,7 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
         problems=tuple(told),
         extra=extra,
         given=len(choices),
+        given_up=tuple(given_up),
         queue_seconds=answer.queue_seconds,
         identity=answer.single_identity,
     )
@@ -209,6 +229,16 @@ def _check_indices(choices: list[Choice]) -> None:
         seen.add(choice.index)
 
 
+def _status(reason: str | None, wanted: Wanted) -> SampleStatus | _Problem:
+    """Return how a choice ended; what is wrong where that makes it no sample."""
+    if reason is None:
+        return _Problem("it has no finish_reason")
+    status = _STATUSES.get(reason)
+    if status is None or (status is SampleStatus.ABORTED and not wanted.aborted):
+        return _Problem(f"it ended with finish_reason {reason[:100]!r}")
+    return status
+
+
 def _token_ids(choice: Choice, single: Answer | None, wanted: Wanted) -> tuple[tuple[int, ...] | None, bool]:
     """Return the ids of a choice, and whether they were made from its text."""
     if not wanted.token_ids:
@@ -223,29 +253,26 @@ def _token_ids(choice: Choice, single: Answer | None, wanted: Wanted) -> tuple[t
 
 
 def _judge(
-    index: int, choice: Choice, ids: tuple[int, ...], answer: Answer, wanted: Wanted, *, retokenised: bool
+    index: int,
+    choice: Choice,
+    ids: tuple[int, ...],
+    status: SampleStatus,
+    answer: Answer,
+    wanted: Wanted,
+    *,
+    retokenised: bool,
 ) -> GoodChoice | str:
     """Return the choice as a good one, or what is wrong with it."""
-    reason = choice.finish_reason
-    if reason is None:
-        return "it has no finish_reason"
-    status = _STATUSES.get(reason, SampleStatus.FAILED)
-    if status is SampleStatus.ABORTED and not wanted.aborted:
-        return f"it ended with finish_reason {reason!r}"
-    partial = status in (SampleStatus.ABORTED, SampleStatus.FAILED)
-    if not ids and not partial:
+    aborted = status is SampleStatus.ABORTED
+    if not ids and not aborted:
         return "it has no tokens"
     values: tuple[float, ...] | str = () if retokenised else _logprobs(choice, len(ids))
     if isinstance(values, str):
-        if wanted.logprobs and status is SampleStatus.FAILED:
-            # Nobody trains on it: what it has is shown, its log-probs are not.
-            values = ()
-        elif wanted.logprobs:
+        if wanted.logprobs:
             return values
-        else:
-            values = ()
+        values = ()
     routes: RoutedExperts | None = None
-    if wanted.routed_experts and not partial:
+    if wanted.routed_experts and not aborted:
         found = _routes(answer, wanted, len(ids))
         if isinstance(found, str):
             return found
@@ -255,7 +282,7 @@ def _judge(
         token_ids=ids,
         logprobs=values,
         status=status,
-        finish_reason=reason,
+        finish_reason=choice.finish_reason or "",
         text=choice.text or "",
         floors=sum(value <= _FLOOR for value in values) if values and min(values) <= _FLOOR else 0,
         routed_experts=routes,

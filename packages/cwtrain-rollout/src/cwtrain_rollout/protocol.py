@@ -57,7 +57,7 @@ class SampleStatus(StrEnum):
     ABORTED = "ABORTED"
     """It was ended before the model was done; ``token_ids`` is what there was. Only in partial rollouts."""
     FAILED = "FAILED"
-    """The endpoint gave it up (``error``, ``content_filter``): not for training."""
+    """The endpoint gave it up: not for training. ``Sampler`` gives none: it asks again, and then the group fails."""
 
 
 @attrs.frozen(kw_only=True)
@@ -255,7 +255,7 @@ class SamplerTotals:
     truncated_prompts: int = 0
     """Samples without tokens: their prompt fills the context."""
     failed_samples: int = 0
-    """Samples that the endpoint gave up (``error``, ``content_filter``)."""
+    """Samples that the endpoint ended otherwise than by ``stop`` or ``length``; each was asked for again."""
     spanned_samples: int = 0
     """Samples that more than one weight version may have made."""
     requeued_groups: int = 0

@@ -153,15 +153,23 @@ class _Group:
             words = ["unseeded", self._context.seed, self._served.identity, ids, draw, position]
         return generator(words).random(self.max_tokens)
 
+    def end_with(self, ending: Mapping[str, Any]) -> None:
+        """Have choices end as a fault wants it: with its reason, and after so many tokens at the latest."""
+        for choice in self.choices:
+            if ending.get("choice") in (None, choice.index - self.choices[0].index):
+                choice.told_reason, choice.most_tokens = ending.get("reason", ""), ending.get("tokens")
+                if choice.most_tokens == 0:
+                    choice.finish("abort")
+
     async def run(self, emit: Callable[[list[Fragment]], None] | None) -> None:
         """Make all tokens; `emit` gets what is new after each step."""
         batch: Any = None
         penalties = None
+        active = [choice for choice in self.choices if choice.finish_reason is None]
         if self._sampling.penalised:
-            penalties = Penalties.of(self.prompt, vocab_size=self._engine.vocab_size, copies=self.n)
-        active = list(self.choices)
+            penalties = Penalties.of(self.prompt, vocab_size=self._engine.vocab_size, copies=len(active))
         epoch = -1
-        for position in range(self.max_tokens):
+        for position in range(self.max_tokens if active else 0):
             async with self._context.gate:
                 if not self._follow(self._context.current()):
                     for choice in active:
@@ -176,8 +184,8 @@ class _Group:
             self.read_with += [identity] * (len(self.prompt) + position - len(self.read_with))
             if position == 0:
                 self._keep_in_cache(batch, 0, self.prompt, epoch)
-                self._engine.repeat(batch, self.n)
-                logits = np.repeat(logits, self.n, axis=0)
+                self._engine.repeat(batch, len(active))
+                logits = np.repeat(logits, len(active), axis=0)
             rows = np.array([choice.index - self.choices[0].index for choice in active])
             step = sample(
                 logits,
@@ -266,8 +274,11 @@ class _Group:
         if ended:
             choice.stop_reason = None if token in self._eos else token
             choice.finish("stop")
-        elif not self._find_stop(choice) and len(choice.tokens) >= self.max_tokens:
+        elif not self._find_stop(choice) and len(choice.tokens) >= self._most(choice):
             choice.finish("length")
+
+    def _most(self, choice: Choice) -> int:
+        return self.max_tokens if choice.most_tokens is None else min(self.max_tokens, choice.most_tokens)
 
     def _find_stop(self, choice: Choice) -> bool:
         places = [(place, stop) for stop in self._stops if (place := choice.text.find(stop, choice.sent_text)) >= 0]
@@ -283,9 +294,9 @@ class _Group:
         done = choice.finish_reason is not None
         end = len(choice.text) if done else max(choice.sent_text, len(choice.text) - self._held_back)
         start_token, start_text = choice.sent_tokens, choice.sent_text
-        if start_token == len(choice.tokens) and start_text == end:
+        if start_token == len(choice.tokens) and start_text == end and choice.sent_end == done:
             return []
-        choice.sent_tokens, choice.sent_text = len(choice.tokens), end
+        choice.sent_tokens, choice.sent_text, choice.sent_end = len(choice.tokens), end, done
         return [*self.form.opening(choice), self.form.part(choice, start_token, start_text, end)]
 
     def record(self, choice: Choice) -> dict[str, Any]:
@@ -306,13 +317,18 @@ async def complete(
     *,
     mode: str,
     emit: Callable[[list[Fragment]], None] | None = None,
+    endings: Sequence[Mapping[str, Any]] = (),
 ) -> Completion:
     """Serve a request, which the gateway has checked, with the weights that are current at each token.
 
-    Raises RequestError. With `emit` the choices go out in fragments, and the result's `choices` stay empty.
+    Raises RequestError. With `emit` the choices go out in fragments, and the result's `choices` stay empty. `endings`
+    are faults that end choices in their own way.
     """
     served = context.current()
     groups = [_Group(served, request, context, number=number, mode=mode) for number in range(len(request["prompts"]))]
+    for group in groups:
+        for ending in endings:
+            group.end_with(ending)
     result = Completion()
     if request["chat"] and request["return_token_ids"]:
         result.prompt_token_ids = groups[0].prompt

@@ -169,6 +169,7 @@ class Replica:
                     self._send({"op": "part", "rid": rid}, _dump([fragment]))
 
         request, faults = head["request"], head["faults"]
+        endings = self._misfortunes.endings(faults)
 
         async def interruption(tokens: int) -> None:
             self._misfortunes.after_tokens(faults, tokens)
@@ -177,7 +178,7 @@ class Replica:
             sequences = request["n"] * len(request["prompts"])
             async with self._capacity.admit(sequences, interruption if faults else None) as turn:
                 await self._misfortunes.before(faults)
-                done = await complete(request, self._context, mode=head["mode"], emit=emit)
+                done = await complete(request, self._context, mode=head["mode"], emit=emit, endings=endings)
                 await turn.step()
                 self._misfortunes.after_tokens(faults, turn.steps, over=True)
                 timing = turn.timing()

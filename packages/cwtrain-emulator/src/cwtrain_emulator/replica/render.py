@@ -21,7 +21,10 @@ Ranked = list[tuple[int, float]]
 
 @dataclass
 class Choice:
-    """One answer that is being made. `tops` has, for each token, the likeliest ids with their log-probs."""
+    """One answer that is being made. `tops` has, for each token, the likeliest ids with their log-probs.
+
+    `told_reason` and `most_tokens` are what a fault wants of its end.
+    """
 
     index: int
     detokenizer: Detokenizer
@@ -35,7 +38,17 @@ class Choice:
     stop_reason: int | str | None = None
     sent_tokens: int = 0
     sent_text: int = 0
+    sent_end: bool = False
     begun: bool = False
+    told_reason: str | None = None
+    most_tokens: int | None = None
+
+    @property
+    def shown_reason(self) -> str | None:
+        """The finish reason as it is told: a fault may have another one, or ``null``."""
+        if self.finish_reason is None or self.told_reason is None:
+            return self.finish_reason
+        return None if self.told_reason == "null" else self.told_reason
 
     def finish(self, reason: str) -> None:
         """End it, with the text that was still waiting."""
@@ -77,7 +90,7 @@ class Form:
         part: Fragment = {
             "index": choice.index,
             "logprobs": None if self._wanted is None else self._logprobs(choice, start_token),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.shown_reason,
             "stop_reason": choice.stop_reason,
         }
         if not self._chat:
