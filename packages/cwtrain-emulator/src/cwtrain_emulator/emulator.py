@@ -65,7 +65,7 @@ class Emulator:
             self._options.append("--report-identity")
         if s3_endpoint is not None:
             self._options.append(f"--s3-endpoint={s3_endpoint}")
-        self._options += extra_args
+        self._options += [extra_args] if isinstance(extra_args, str) else extra_args
         self._start_timeout = start_timeout
         self._environ = environ
         self._process: subprocess.Popen[bytes] | None = None

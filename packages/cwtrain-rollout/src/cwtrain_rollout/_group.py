@@ -176,9 +176,8 @@ class GroupRun:
             stream=self.streamed,
             timed=config.fixed_concurrency is None,
             completion_ids=completion_ids,
+            extra=self.group.extra,
         )
-        if self.group.extra:
-            body.update(self.group.extra)
         wanted = Wanted(
             n=n,
             prompt_tokens=None if text or self.group.extra else len(ask.prompt),

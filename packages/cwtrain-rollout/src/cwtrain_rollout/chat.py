@@ -8,19 +8,21 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex
 
 import attrs
 import msgspec
 
+from cwtrain.errors import ConfigError
 from cwtrain_rollout._group import all_or_nothing
 from cwtrain_rollout._http import HttpTransport
 from cwtrain_rollout.admission import Admission
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.errors import RolloutError, RolloutExhaustedError, RolloutRequestError
 from cwtrain_rollout.parsing import excerpt
-from cwtrain_rollout.protocol import Group, SampledGroup, SamplingParams
+from cwtrain_rollout.protocol import Group, SampledGroup, SamplingParams, as_sent, whole
+from cwtrain_rollout.requests import drawing
 from cwtrain_rollout.transport import NoAnswer, Reply, Transport
 from cwtrain_rollout.window import AdaptiveWindow, FixedWindow
 
@@ -85,16 +87,23 @@ class ChatSampler:
         *,
         n: int = 1,
         max_tokens: int = 1024,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        stop: str | Iterable[str] | None = None,
+        **drawn: Any,
     ) -> list[tuple[ChatAnswer, ...]]:
-        """Return ``n`` answers to each conversation, in order. Raises ``RolloutError``."""
-        body = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-        if stop:
-            body["stop"] = list(stop)  # type: ignore[assignment]
-        flat = await all_or_nothing([self._ask(body, messages) for messages in conversations for _ in range(n)])
-        return [tuple(flat[place * n : (place + 1) * n]) for place in range(len(conversations))]
+        """Return ``n`` answers to each conversation, in order.
+
+        ``drawn`` are other fields of ``SamplingParams`` (``top_k``, ``min_p``, ...). All of them are sent, the neutral
+        ones too. Raises ``RolloutError``, and ``ConfigError`` for what cannot be asked for.
+        """
+        if unknown := sorted(drawn.keys() - {field.name for field in attrs.fields(SamplingParams)}):
+            raise ConfigError(f"chat takes no {', '.join(unknown)}", hint="give fields of SamplingParams")
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, **drawn)
+        talks, n = _talks(conversations), _count(n)
+        body = drawing(sampling, max_tokens=sampling.max_tokens)
+        flat = await all_or_nothing([self._ask(body, messages) for messages in talks for _ in range(n)])
+        return [tuple(flat[place * n : (place + 1) * n]) for place in range(len(talks))]
 
     async def evaluate(
         self,
@@ -104,6 +113,7 @@ class ChatSampler:
     ) -> float:
         """Return the mean score of the answers; ``options`` are those of ``chat``."""
         scores = []
+        conversations = list(conversations)
         for messages, answers in zip(conversations, await self.chat(conversations, **options), strict=True):
             for answer in answers:
                 score = scorer(messages, answer)
@@ -204,6 +214,33 @@ class ChatSampler:
                 hint="Check the key, the model's name and the base URL",
             )
         return reply, words, False
+
+
+def _talks(conversations: Iterable[Conversation]) -> list[Any]:
+    """Return the conversations as they will be sent; one that stands alone is no list of them."""
+    talks = [] if isinstance(conversations, str | Mapping) else [_messages(talk) for talk in conversations]
+    if isinstance(conversations, str | Mapping) or not all(talks):
+        raise ConfigError(
+            "chat takes a list of conversations, each a list of messages",
+            hint='give [[{"role": "user", "content": "..."}]]',
+        )
+    try:
+        return [as_sent(talk) for talk in talks]
+    except ConfigError as exc:
+        raise ConfigError(f"a conversation cannot be sent: {exc}") from exc
+
+
+def _messages(talk: object) -> list[Mapping[str, Any]]:
+    """Return a conversation's messages, none where it is no conversation."""
+    given = list(talk) if isinstance(talk, Iterable) and not isinstance(talk, str | bytes | Mapping) else []
+    return given if all(isinstance(message, Mapping) for message in given) else []
+
+
+def _count(n: SupportsIndex) -> int:
+    count = whole(n)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"n is {n!r}: a whole number of at least 1 is needed")
+    return count
 
 
 def _read(reply: Reply, request_id: str) -> ChatAnswer | str:

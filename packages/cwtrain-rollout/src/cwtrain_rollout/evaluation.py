@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from cwtrain.errors import ConfigError
-from cwtrain_rollout.protocol import Group, Sample, SampledGroup, SamplingParams
+from cwtrain_rollout.protocol import Group, Sample, SampledGroup, SamplingParams, whole
 
 if TYPE_CHECKING:
     from cwtrain_rollout.sampler import Sampler
@@ -91,10 +91,12 @@ async def evaluate_async(
     from cwtrain_rollout.config import RolloutConfig
     from cwtrain_rollout.sampler import Sampler
 
-    if n < 1:
-        raise ConfigError(f"n is {n}: at least 1 is needed")
+    if type(count := whole(n)) is not int or count < 1:
+        raise ConfigError(f"n is {n!r}: a whole number of at least 1 is needed")
+    if isinstance(prompts, str | bytes | Mapping | Group):
+        raise ConfigError(f"prompts is {prompts!r}: a list of prompts or groups is needed")
     sampler = Sampler(RolloutConfig.from_env()) if sampler is None else sampler
-    groups = [prompt if isinstance(prompt, Group) else Group(prompt=prompt, n=n, seed=seed) for prompt in prompts]
+    groups = [prompt if isinstance(prompt, Group) else Group(prompt=prompt, n=count, seed=seed) for prompt in prompts]
     exact = sampler.served is not None if exact_version is None else exact_version
     params = SamplingParams(max_tokens=1024, temperature=0.0) if sampling is None else sampling
     found = await sampler.sample(groups, params, evaluation=True, exact_version=exact)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
 
 import attrs
+import msgspec
 
 from cwtrain.errors import ConfigError
 from cwtrain_rollout.spans import WeightSpan
@@ -29,22 +33,248 @@ __all__ = [
 _MAX_STOPS = 4
 SEEDS = 2**62
 """Seeds are below this."""
+_MOST = 2**31
+"""Token ids and counts of tokens are below this."""
+_LARGEST = sys.float_info.max
+
+_OURS = {
+    **dict.fromkeys(
+        ("prompt", "prompt_embeds", "prompt_token_ids", "input_ids", "input_embeds", "messages", "suffix"),
+        "the prompt is Group(prompt=...)",
+    ),
+    **dict.fromkeys(("truncate_prompt_tokens", "add_special_tokens", "echo"), "prompts go as they are"),
+    **dict.fromkeys(("n", "best_of", "use_beam_search"), "the number of samples is Group(n=...)"),
+    "seed": "seeds are Group(seed=...) or Group(seeds=...)",
+    "sampling_seed": "seeds are Group(seed=...) or Group(seeds=...)",
+    **dict.fromkeys(("model", "lora_path"), "the model is RolloutConfig(model=...)"),
+    **dict.fromkeys(("stream", "stream_options"), "streams are sampler.rollout(..., partial=True)"),
+    **dict.fromkeys(
+        ("cache_salt", "extra_key", "kv_transfer_params"),
+        "the salt that keeps KV of other weights away is the sampler's, or sample(cache_salt=...)",
+    ),
+    **dict.fromkeys(
+        (
+            "max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "min_new_tokens", "temperature",
+            "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
+            "stop_token_ids", "ignore_eos", "sampling_params",
+        ),
+        "how tokens are drawn is SamplingParams",
+    ),
+    **dict.fromkeys(
+        (
+            "logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids",
+            "skip_special_tokens", "include_stop_str_in_output", "detokenize", "return_routed_experts",
+        ),
+        "what an answer must have is RolloutConfig's",
+    ),
+    "request_id": "each request has an id of its own",
+}  # fmt: skip
+"""Fields of a request that are not the caller's, and where what they ask for is said."""
+_OURS_IN_NVEXT = {
+    "cache_salt": _OURS["cache_salt"],
+    "token_data": _OURS["prompt"],
+    **dict.fromkeys(
+        ("greed_sampling", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos"), _OURS["temperature"]
+    ),
+}
 
 
-def _ids(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+# What callers give, converted at the border. What cannot be converted stays as it is: the check after it names it,
+# together with everything else that is wrong.
 
 
-def _ids_or_none(values: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def whole(value: SupportsIndex) -> int:
+    """Return a whole number, numpy's and others' too, as an int."""
+    if type(value) is int or isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value  # type: ignore[return-value]
 
 
-def _id_lists(values: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...] | None:
-    return None if values is None else tuple(tuple(value) for value in values)
+def _whole_or_none(value: SupportsIndex | None) -> int | None:
+    return None if value is None else whole(value)
 
 
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
+def _whole_or_0(value: SupportsIndex | None) -> int:
+    return 0 if value is None else whole(value)
+
+
+def _whole_or_all(value: SupportsIndex | None) -> int:
+    return -1 if value is None else whole(value)
+
+
+def _real(value: SupportsFloat | SupportsIndex | None, neutral: float) -> float:
+    """Return a number, numpy's and others' too, as an int or a float; ``neutral`` for None."""
+    if value is None:
+        return neutral
+    if type(value) in (int, float) or isinstance(value, bool | str | bytes) or getattr(value, "ndim", 0) != 0:
+        return value  # type: ignore[return-value]
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value  # type: ignore[return-value]
+
+
+def _real_or_0(value: SupportsFloat | SupportsIndex | None) -> float:
+    return _real(value, 0.0)
+
+
+def _real_or_1(value: SupportsFloat | SupportsIndex | None) -> float:
+    return _real(value, 1.0)
+
+
+def _flag(value: SupportsIndex | None) -> bool:
+    """Return True or False, given as such, as 0 or 1, or as None."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    found = value.item() if hasattr(value, "item") else value
+    return bool(found) if found in (0, 1) else value  # type: ignore[return-value]
+
+
+def _items(value: Any) -> Any:
+    """Return the items of a list, an array or another iterable as a tuple; anything else as it is.
+
+    Texts and bytes are one thing each, and mappings and sets have no order to rely on.
+    """
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, tuple | str | bytes | bytearray | memoryview | Mapping | AbstractSet):
+        return value
+    if hasattr(value, "tolist"):
+        found = value.tolist()
+        return tuple(found) if isinstance(found, list) else found
+    try:
+        return tuple(value)
+    except TypeError:
+        return value
+
+
+def _ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    found = _items(value)
+    if type(found) is tuple and not set(map(type, found)) <= {int}:
+        return tuple(map(whole, found))
+    return found  # type: ignore[no-any-return]
+
+
+def _ids_or_none(value: Iterable[SupportsIndex] | None) -> tuple[int, ...] | None:
+    return None if value is None else _ids(value)
+
+
+def _id_lists(value: Iterable[Iterable[SupportsIndex]] | None) -> tuple[tuple[int, ...], ...] | None:
+    found = _items(value)
+    return tuple(map(_ids, found)) if type(found) is tuple else found
+
+
+def stop_ids(value: SupportsIndex | Iterable[SupportsIndex] | None) -> tuple[int, ...]:
+    """Return the ids of stop tokens: one, several, or None for none."""
+    if value is None:
+        return ()
+    found: Any = tuple(sorted(value, key=repr)) if isinstance(value, AbstractSet) else _items(value)
+    if type(found) is tuple:
+        return _ids(found)
+    one = whole(found)
+    return (one,) if type(one) is int else one  # type: ignore[return-value]
+
+
+def stop_texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the texts that end an answer: one (it is not a list of letters), several, or None for none."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (str(value),)
+    found: Any = tuple(sorted(value, key=repr)) if isinstance(value, AbstractSet) else _items(value)
+    if type(found) is tuple:
+        return tuple(str(item) if isinstance(item, str) else item for item in found)
+    return found  # type: ignore[no-any-return]
+
+
+def stop_problems(texts: object, ids: object) -> list[str]:
+    """Return what is wrong with ``stop`` and ``stop_token_ids`` as ``stop_texts`` and ``stop_ids`` gave them."""
+    problems = []
+    if not isinstance(texts, tuple) or not all(_is_text(text) and text for text in texts):
+        problems.append(f"stop is {texts!r}: a text or several are needed, none of them empty")
+    if not isinstance(ids, tuple) or not _are_ids(ids):
+        problems.append(f"stop_token_ids is {ids!r}: a token id or several are needed")
+    problems += [
+        f"{name} has {len(given)} entries: the service takes at most {_MAX_STOPS}"
+        for name, given in (("stop", texts), ("stop_token_ids", ids))
+        if isinstance(given, tuple) and len(given) > _MAX_STOPS
+    ]
+    return problems
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text that can be sent."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain(value: object) -> Any:
+    """Return data of numpy and others as what JSON has; raises TypeError."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
+
+
+def as_sent(value: object) -> Any:
+    """Return a copy of data as it will be sent, arrays and numbers of numpy as lists and numbers.
+
+    Raises ``ConfigError`` for what JSON does not have.
+    """
+    try:
+        return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+class _Unsendable(str):
+    """Why more fields of a request cannot be sent."""
+
+    __slots__ = ()
+
+
+def _extra(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy of more fields of a request, as they will be sent."""
+    if value is None or not isinstance(value, Mapping):
+        return value
+    try:
+        found: dict[str, Any] = as_sent(dict(value))
+    except ConfigError as exc:
+        return _Unsendable(exc)  # type: ignore[return-value]
+    return found
+
+
+def _extra_problems(extra: object) -> list[str]:
+    if extra is None:
+        return []
+    if isinstance(extra, _Unsendable):
+        return [f"extra cannot be sent: {extra}"]
+    if not isinstance(extra, dict):
+        return [f"extra is {extra!r}: a mapping of fields to their values is needed"]
+    problems = [f"extra has {name!r}, which is the sampler's own: {_OURS[name]}" for name in extra if name in _OURS]
+    nvext = extra.get("nvext")
+    if nvext is None:
+        return problems
+    if not isinstance(nvext, dict):
+        return [*problems, f"extra['nvext'] is {nvext!r}: a mapping of fields to their values is needed"]
+    problems += [
+        f"extra['nvext'] has {name!r}, which is the sampler's own: {_OURS_IN_NVEXT[name]}"
+        for name in nvext
+        if name in _OURS_IN_NVEXT
+    ]
+    asked = nvext.get("extra_fields")
+    if asked is not None and not (isinstance(asked, list) and all(isinstance(field, str) for field in asked)):
+        problems.append(f"extra['nvext']['extra_fields'] is {asked!r}: a list of texts is needed")
+    return problems
 
 
 class SampleStatus(StrEnum):
@@ -68,49 +298,59 @@ class SamplingParams:
     ``generation_config.json``, which silently changes the distribution.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    max_tokens: int = attrs.field(converter=whole)
+    temperature: float = attrs.field(default=1.0, converter=_real_or_1)
+    top_p: float = attrs.field(default=1.0, converter=_real_or_1)
+    top_k: int = attrs.field(default=-1, converter=_whole_or_all)
     """-1: all tokens."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_tokens: int = 0
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
-    ignore_eos: bool = False
+    min_p: float = attrs.field(default=0.0, converter=_real_or_0)
+    repetition_penalty: float = attrs.field(default=1.0, converter=_real_or_1)
+    presence_penalty: float = attrs.field(default=0.0, converter=_real_or_0)
+    frequency_penalty: float = attrs.field(default=0.0, converter=_real_or_0)
+    min_tokens: int = attrs.field(default=0, converter=_whole_or_0)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=stop_texts)
+    """Texts that end an answer; a text alone is one, not its letters."""
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=stop_ids)
+    """Ids that end an answer; an id alone is one."""
+    ignore_eos: bool = attrs.field(default=False, converter=_flag)
 
     def __attrs_post_init__(self) -> None:
-        problems = []
-        if self.max_tokens < 1:
-            problems.append(f"max_tokens is {self.max_tokens}: at least 1 is needed")
-        if not 0.0 <= self.temperature < float("inf"):
-            problems.append(f"temperature is {self.temperature}: a finite number of at least 0 is needed")
-        if not 0.0 < self.top_p <= 1.0:
-            problems.append(f"top_p is {self.top_p}: a number above 0 and at most 1 is needed")
-        if self.top_k < 1 and self.top_k != -1:
-            problems.append(f"top_k is {self.top_k}: at least 1 is needed, or -1 for all tokens")
-        if not 0.0 <= self.min_p <= 1.0:
-            problems.append(f"min_p is {self.min_p}: a number from 0 to 1 is needed")
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            problems.append(f"repetition_penalty is {self.repetition_penalty}: a number above 0 is needed")
-        problems += [
-            f"{name} is {given}: a number from -2 to 2 is needed"
-            for name, given in (
-                ("presence_penalty", self.presence_penalty),
-                ("frequency_penalty", self.frequency_penalty),
-            )
-            if not -2.0 <= given <= 2.0
+        most = self.max_tokens if type(self.max_tokens) is int else 0
+        wholes: tuple[tuple[str, Callable[[int], bool], str], ...] = (
+            (
+                "max_tokens",
+                lambda value: 1 <= value < _MOST,
+                f"a whole number of at least 1 and below {_MOST} is needed",
+            ),
+            (
+                "top_k",
+                lambda value: value == -1 or 1 <= value < _MOST,
+                "a whole number of at least 1 is needed, or -1 (or None) for all tokens",
+            ),
+            ("min_tokens", lambda value: 0 <= value <= max(most, 0), "a whole number from 0 to max_tokens is needed"),
+        )
+        reals: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+            ("temperature", lambda value: 0.0 <= value <= _LARGEST, "a finite number of at least 0 is needed"),
+            ("top_p", lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1 is needed"),
+            ("min_p", lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1 is needed"),
+            ("repetition_penalty", lambda value: 0.0 < value <= _LARGEST, "a number above 0 is needed"),
+            ("presence_penalty", lambda value: -2.0 <= value <= 2.0, "a number from -2 to 2 is needed"),
+            ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, "a number from -2 to 2 is needed"),
+        )
+        given = attrs.asdict(self, recurse=False)
+        problems = [
+            f"{name} is {given[name]!r}: {words}"
+            for name, fits, words in wholes
+            if type(given[name]) is not int or not fits(given[name])
         ]
-        if not 0 <= self.min_tokens <= max(self.max_tokens, 0):
-            problems.append(f"min_tokens is {self.min_tokens}: a number from 0 to max_tokens is needed")
         problems += [
-            f"{name} has {len(given)} entries: the service takes at most {_MAX_STOPS}"
-            for name, given in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids))
-            if len(given) > _MAX_STOPS
+            f"{name} is {given[name]!r}: {words}"
+            for name, fits, words in reals
+            if type(given[name]) not in (int, float) or not fits(given[name])
         ]
+        if not isinstance(self.ignore_eos, bool):
+            problems.append(f"ignore_eos is {self.ignore_eos!r}: True or False is needed")
+        problems += stop_problems(self.stop, self.stop_token_ids)
         if problems:
             raise ConfigError("Sampling parameters cannot be used: " + "; ".join(problems), problems=problems)
 
@@ -141,42 +381,60 @@ class Group:
     """
 
     prompt: tuple[int, ...] = attrs.field(converter=_ids)
-    n: int = 1
-    seed: int | None = None
+    n: int = attrs.field(default=1, converter=whole)
+    seed: int | None = attrs.field(default=None, converter=_whole_or_none)
     seeds: tuple[int, ...] | None = attrs.field(default=None, converter=_ids_or_none)
     prefixes: tuple[tuple[int, ...], ...] | None = attrs.field(default=None, converter=_id_lists)
     text: str | None = None
     """The prompt as text, for endpoints that take no token ids (TOKEN_ID_PROMPTS=0, TEXT_FALLBACK=1)."""
     session: str | None = None
     """A conversation's name: all its turns go to one replica's prefix cache, where the endpoint knows sessions."""
-    extra: Mapping[str, Any] | None = None
-    """More fields of the request, such as multimodal data; each sample is then a request of its own."""
+    extra: Mapping[str, Any] | None = attrs.field(default=None, converter=_extra)
+    """More fields of the request, such as multimodal data or ``{"nvext": {"agent_hints": {...}}}``.
+
+    Each sample is then a request of its own. ``nvext`` is merged with what the sampler puts there; fields that are the
+    sampler's own (the salt, ``n``, ``seed``, how tokens are drawn, ...) are refused by name. It is a copy.
+    """
 
     def __attrs_post_init__(self) -> None:
         problems = []
-        if not self.prompt:
+        if not isinstance(self.prompt, tuple):
+            problems.append(f"prompt is {self.prompt!r}: a list of token ids is needed, and text goes into text=")
+        elif not self.prompt:
             problems.append("the prompt has no token ids")
-        if not _are_ids(self.prompt):
+        elif not _are_ids(self.prompt):
             problems.append("the prompt holds something else than token ids (whole numbers of at least 0)")
-        if self.n < 1:
-            problems.append(f"n is {self.n}: at least 1 is needed")
-        if self.seed is not None and not 0 <= self.seed < SEEDS:
-            problems.append(f"seed is {self.seed}: a number from 0 to 2^62 - 1 is needed")
+        n = self.n if type(self.n) is int else 0
+        if n < 1:
+            problems.append(f"n is {self.n!r}: a whole number of at least 1 is needed")
+        if self.seed is not None and not _is_seed(self.seed):
+            problems.append(f"seed is {self.seed!r}: a number from 0 to 2^62 - 1 is needed")
         if self.seeds is not None:
-            if len(self.seeds) != self.n or not all(0 <= seed < SEEDS for seed in self.seeds):
+            if not isinstance(self.seeds, tuple) or len(self.seeds) != n or not all(map(_is_seed, self.seeds)):
                 problems.append(f"seeds must be {self.n} numbers from 0 to 2^62 - 1")
             if self.seed is not None:
                 problems.append("seed and seeds are both given")
-        if self.prefixes is not None and (
-            len(self.prefixes) != self.n or not all(_are_ids(prefix) for prefix in self.prefixes)
+        if self.prefixes is not None and not (
+            isinstance(self.prefixes, tuple)
+            and len(self.prefixes) == n
+            and all(isinstance(prefix, tuple) and _are_ids(prefix) for prefix in self.prefixes)
         ):
             problems.append(f"prefixes must be {self.n} lists of token ids")
+        if self.text is not None and not _is_text(self.text):
+            problems.append(f"text is {self.text!r}: a text is needed")
+        if self.session is not None and not (_is_text(self.session) and self.session.isprintable()):
+            problems.append(f"session is {self.session!r}: a text without control characters is needed")
+        problems += _extra_problems(self.extra)
         if problems:
             raise ConfigError("A group of samples cannot be asked for: " + "; ".join(problems), problems=problems)
 
 
 def _are_ids(values: tuple[int, ...]) -> bool:
-    return not values or (set(map(type, values)) == {int} and min(values) >= 0)
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < _MOST)
+
+
+def _is_seed(value: object) -> bool:
+    return type(value) is int and 0 <= value < SEEDS
 
 
 @attrs.frozen(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +12,7 @@ from cwtrain.errors import ConfigError
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.protocol import SEEDS, Group, SamplingParams
 
-__all__ = ["Ask", "check_salt", "fields", "must_split", "plan", "prompt_of", "seed_of", "session_of"]
+__all__ = ["Ask", "check_salt", "drawing", "fields", "must_split", "plan", "prompt_of", "seed_of", "session_of"]
 
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 _SALT_LENGTH = 128
@@ -84,6 +84,32 @@ def seed_of(group: Group, ask: Ask, *, split: bool, used: int, random_seed: int 
     return random_seed if len(ask.indices) == 1 else None
 
 
+def drawing(sampling: SamplingParams, *, max_tokens: int) -> dict[str, Any]:
+    """Return the fields that say how tokens are drawn, of completions and chat completions alike.
+
+    Neutral values are sent, never left out: the model's ``generation_config.json`` fills in what is missing.
+    """
+    body: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+    if sampling.min_tokens:
+        body["min_tokens"] = min(sampling.min_tokens, max_tokens)
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    return body
+
+
 def fields(
     config: RolloutConfig,
     sampling: SamplingParams,
@@ -97,20 +123,18 @@ def fields(
     stream: bool,
     timed: bool,
     completion_ids: bool,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON body of one request. Neutral values are sent, never left out."""
+    """Return the JSON body of one request.
+
+    ``extra`` is the caller's: what is ours wins, and ``nvext`` has both. (A caller's ``nvext`` in place of ours would
+    have no salt, and KV of other weights would be in samples that say they are exact.)
+    """
     body: dict[str, Any] = {
         "model": config.model,
         "prompt": prompt,
         "n": n,
-        "max_tokens": max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
+        **drawing(sampling, max_tokens=max_tokens),
         "logprobs": logprobs,
         "return_tokens_as_token_ids": True,
         "return_token_ids": True,
@@ -120,14 +144,6 @@ def fields(
     }
     if stream:
         body["stream_options"] = {"include_usage": True}
-    if sampling.min_tokens:
-        body["min_tokens"] = min(sampling.min_tokens, max_tokens)
-    if sampling.ignore_eos:
-        body["ignore_eos"] = True
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        body["stop_token_ids"] = list(sampling.stop_token_ids)
     if seed is not None:
         body["seed"] = seed
     if isinstance(prompt, str):
@@ -144,7 +160,16 @@ def fields(
         nvext["extra_fields"] = wanted
     if nvext:
         body["nvext"] = nvext
-    return body
+    return _merged(extra, body) if extra else body
+
+
+def _merged(extra: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with the caller's fields behind ours, ``nvext`` one level further down."""
+    theirs, ours = extra.get("nvext") or {}, body.get("nvext", {})
+    nvext = {**theirs, **ours}
+    if fields := [*ours.get("extra_fields", ()), *(theirs.get("extra_fields") or ())]:
+        nvext["extra_fields"] = list(dict.fromkeys(fields))
+    return {**extra, **body, **({"nvext": nvext} if nvext else {})}
 
 
 def session_of(group: Group, *, split: bool) -> str | None:
@@ -154,8 +179,10 @@ def session_of(group: Group, *, split: bool) -> str | None:
 
 def check_salt(salt: str | None) -> None:
     """Refuse a cache salt that the service would not take."""
-    if salt is not None and (not 0 < len(salt) <= _SALT_LENGTH or _SALT_FORBIDDEN & set(salt)):
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= _SALT_LENGTH or _SALT_FORBIDDEN & set(salt):
         raise ConfigError(
-            f"The cache salt {salt[:140]!r} cannot be used: 1 to {_SALT_LENGTH} characters without @ / \\ and NUL",
+            f"The cache salt {str(salt)[:140]!r} cannot be used: 1 to {_SALT_LENGTH} characters without @ / \\ and NUL",
             hint="Use the id of the newest completed hot-load",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -43,6 +43,16 @@ class Options:
     on_failure: str = "raise"
 
 
+def _checked(groups: Iterable[Group], sampling: SamplingParams) -> list[Group]:
+    """Return the groups as a list; raises ``ConfigError`` for anything else than groups and how to sample them."""
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"{sampling!r} does not say how to sample", hint="give SamplingParams(max_tokens=...)")
+    found = None if isinstance(groups, Group) or not isinstance(groups, Iterable) else list(groups)
+    if found is None or not all(isinstance(group, Group) for group in found):
+        raise ConfigError("only a list of groups can be sampled", hint="give [Group(prompt=[...], n=...), ...]")
+    return found
+
+
 class Rollout:
     """Groups in flight. An async context manager, and an async iterator of groups as they finish.
 
@@ -65,6 +75,7 @@ class Rollout:
         on_drop: Callable[[Group, RolloutError], None] | None = None,
     ) -> None:
         check_salt(options.cache_salt)
+        groups = _checked(groups, sampling)
         self._engine, self._options, self._on_drop = engine, options, on_drop
         self._runs = [
             GroupRun(

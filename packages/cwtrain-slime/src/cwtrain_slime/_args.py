@@ -59,6 +59,7 @@ def as_words(words: Sequence[str]) -> list[str]:
 
     Raises ConfigError where its quotes do not close.
     """
+    words = [words] if isinstance(words, str) else words
     if len(words) != 1 or len(words[0].split()) < 2:
         return list(words)
     try:

@@ -105,7 +105,7 @@ def keep(checkpoint: Checkpoint, names: Iterable[str] | None, checksums: Mapping
     """Return the tensors of these names (None: all); ConfigError if one is not there, or has no checksum given."""
     kept = dict(checkpoint.tensors)
     if names is not None:
-        wanted = set(names)
+        wanted = {names} if isinstance(names, str) else set(names)
         if unknown := sorted(wanted - kept.keys()):
             raise ConfigError(f"names= has {_list(unknown)}, which {checkpoint.path} does not have")
         if not wanted:

@@ -118,6 +118,8 @@ class MemoryBase:
 
     def load(self, path: str | os.PathLike[str], identity: str, *, names: Collection[str] | None = None) -> None:
         """Read the full checkpoint at ``path``, which is what ``identity`` holds; ``names`` says which tensors."""
+        # One name is one tensor: `in` would look for its parts.
+        names = (names,) if isinstance(names, str) else names
         with CheckpointBase(path, identity) as source:
             self.begin(fill=True)
             for name, kind in source.types().items():

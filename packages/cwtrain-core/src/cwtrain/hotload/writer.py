@@ -126,7 +126,8 @@ class SnapshotWriter:
         work = delta_bytes(base, ranks) if base is not None and not self._full else None
         count = encoders(workers, memory_bytes, work_bytes=work)
         self._sizes = sizes or stream_sizes(memory_bytes, count)
-        self._location, self._base, self._names = location, base, names
+        self._location, self._base = location, base
+        self._names = (names,) if isinstance(names, str) else names
         self._run_id, self._deployment_id, self._version = run_id, deployment_id, version
         self._types: dict[str, TensorType] = {}
         self._added: set[str] = set()
