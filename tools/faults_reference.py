@@ -47,12 +47,18 @@ TARGET_NOTES = {
     "request on byte by byte; so a fault can be told apart by who is asking. Not for a store given with `--s3-endpoint`.",
     "replica": "A replica's process, while it loads weights or serves a request. Its loads are those of hot-loads and those "
     "after its start; `identity` tells them apart.",
+    "directory": "Directories of the machine that the emulator runs on, given as absolute paths: not the emulator's own, but "
+    "those that a trainer writes and a publisher reads. What a rule counts are files.",
 }
 
 TAIL = """## Notes
 
 - `cut` with `bytes` 0 is the lost answer: the call was carried out, and the client cannot know. `drop` is the lost request.
 - `lost_object` counts reads of objects whose key matches, and listings. Nothing is deleted: cleared, they are back.
+- `late_object` is about objects that were written after the emulator's start, in a store that shows a write late; an
+  object that is written again is late again. A condition (`If-None-Match`) sees them at once.
+- `late` of a directory is a stand-in for a network file system, by copies. Cleared, the view shows everything and follows
+  no more.
 - `expired_credentials` refuses a key; `POST /emulator/v1/credentials` (`emulator.control.credentials()`) gives another one
   for the same bucket, so that a client that renews its credentials can be tested.
 - `damage` makes a load fail at its checksum. A full snapshot without recorded checksums has none to fail: there a file is cut.

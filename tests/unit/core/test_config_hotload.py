@@ -40,6 +40,7 @@ def test_the_defaults_are_those_of_the_table():
         "prompt_cache_policy": PromptCachePolicy.UNSPECIFIED,
         "upload_workers": 8,
         "cleanup": False,
+        "files_wait": 90.0,
     }
     assert config.keeps_mirror
 

@@ -22,7 +22,7 @@ from cwtrain.models.sync import SnapshotChoice
 from cwtrain.plugins import Plugins, hookimpl
 from cwtrain_slime import hook
 from cwtrain_slime._args import RunArgs
-from cwtrain_slime._parts import Spread, refuse_mirror, spread_of
+from cwtrain_slime._parts import refuse_mirror, spread_of
 from cwtrain_slime._post_write import APART_SECONDS, Adapter
 from cwtrain_slime._ranks import Ranks, Work, _portable, find_ranks
 from cwtrain_slime._talk import Done, Talk
@@ -284,7 +284,7 @@ def test_a_talk_that_is_given_up_ends_with_an_error() -> None:
 
 
 def _seen(shards: list[str], named: list[str] | None = None) -> Mapping[str, Any]:
-    return {"shards": shards, "named": named}
+    return {"shards": dict.fromkeys(shards, 1), "named": named}
 
 
 def test_who_sends_which_shard() -> None:
@@ -307,17 +307,14 @@ def test_who_sends_which_shard() -> None:
     ],
 )
 def test_a_mirror_or_full_mode_is_refused_there(settings: dict[str, Any], full_mode: bool, hint: str) -> None:
-    spread = Spread(owners={"a": 0, "b": 1})
     with pytest.raises(ConfigError, match="share no disk") as caught:
-        refuse_mirror(
-            HotLoadConfig(deployment_id="d", **settings), full_mode=full_mode, spread=spread, version_dir="/v"
-        )
+        refuse_mirror(HotLoadConfig(deployment_id="d", **settings), full_mode=full_mode, late=["b"], version_dir="/v")
     assert hint in str(caught.value.hint)
 
 
 def test_deltas_alone_are_fine_there() -> None:
     settings = HotLoadConfig(deployment_id="d", mirror=False, full_every=0)
-    refuse_mirror(settings, full_mode=False, spread=Spread(owners={"b": 1}), version_dir="/v")
+    refuse_mirror(settings, full_mode=False, late=["b"], version_dir="/v")
 
 
 # The tracker ---------------------------------------------------------------------------------------------------------

@@ -118,6 +118,6 @@ def test_a_shard_that_is_none_is_named(raw: bytes, nodes: tuple[Path, Path]) -> 
 
 
 def test_what_lies_where_nothing_was_written(tmp_path: Path) -> None:
-    assert local_shards(tmp_path / "nowhere") == {"shards": [], "named": None}
+    assert local_shards(tmp_path / "nowhere") == {"shards": {}, "named": None}
     (tmp_path / INDEX_NAME).write_text("[]")
-    assert local_shards(tmp_path) == {"shards": [], "named": None}
+    assert local_shards(tmp_path) == {"shards": {INDEX_NAME: 2}, "named": None}

@@ -28,8 +28,8 @@ __all__ = [
     "Option",
 ]
 
-TARGETS = ("api", "endpoint", "store", "replica")
-"""What a fault can strike: control plane, endpoint, object store, replicas."""
+TARGETS = ("api", "endpoint", "store", "replica", "directory")
+"""What a fault can strike: control plane, endpoint, object store, replicas, a directory that a trainer reads."""
 
 _COUNT = 1 << 40
 _SECONDS = 86_400.0
@@ -125,6 +125,26 @@ KINDS: dict[str, FaultKind] = {
         {"key": Option(str, required=True, help="regular expression that is searched in the key")},
         ends=False,
     ),
+    "late_object": FaultKind(
+        ("store",),
+        "objects that are written from now on show late: until then 404 NoSuchKey, and listings leave them out",
+        {
+            "key": Option(str, required=True, help="regular expression that is searched in the key"),
+            "seconds": Option(float, required=True, most=_SECONDS, help="how long after the write"),
+        },
+        ends=False,
+    ),
+    "checksum_required": FaultKind(
+        ("store",),
+        "refuses objects and parts without Content-MD5 or x-amz-checksum-*, as a bucket with object lock does: "
+        "400 InvalidRequest",
+        ends=False,
+    ),
+    "operation_aborted": FaultKind(
+        ("store",),
+        "refuses with 409 OperationAborted: another operation on the same resource is in progress",
+        {"retry_after": _RETRY_AFTER},
+    ),
     "clock_skew": FaultKind(
         ("store",),
         "refuses with 403 RequestTimeTooSkewed; the answer's Date is that of the other clock",
@@ -139,6 +159,22 @@ KINDS: dict[str, FaultKind] = {
         ("store",),
         "bodies go through no faster than this, either way, each request for itself",
         {"bytes_per_second": Option(int, required=True, least=1, most=_COUNT, help="the rate")},
+        ends=False,
+    ),
+    "late": FaultKind(
+        ("directory",),
+        "`view` shows the files of `source` late, as a shared disk shows those of another node (a stand-in: it copies)",
+        {
+            "source": Option(str, required=True, help="directory that is written to"),
+            "view": Option(str, required=True, help="directory that shows it; files of its own stay"),
+            "seconds": Option(float, required=True, most=_SECONDS, help="how long after a file's last change"),
+            "first": Option(
+                str,
+                default="absent",
+                choices=("absent", "empty", "short"),
+                help="how a file looks until then: not there, there without bytes, there with half of them",
+            ),
+        },
         ends=False,
     ),
     "stuck": FaultKind(
@@ -199,6 +235,7 @@ MATCH_OPTIONS: dict[str, dict[str, Option]] = {
         "replica": Option(str, help="regular expression searched in the replica's name"),
         "identity": Option(str, help="regular expression for the whole identity that is loaded, or served"),
     },
+    "directory": {},
 }
 """What a rule of each target may say about the requests that it matches."""
 
@@ -264,9 +301,17 @@ class Fault:
         for name in ("on", "caller", "permission"):
             if self.values.get(name) and self.values[name] != subject[name]:
                 return False
-        return self.kind != "lost_object" or bool(
-            subject["listing"] or (subject["key"] and self.patterns["key"].search(subject["key"]))
-        )
+        if self.kind == "checksum_required":
+            return bool(subject["writes"])
+        if self.kind not in ("lost_object", "late_object"):
+            return True
+        return bool(subject["listing"] or (subject["key"] and self.hides(subject["key"], subject["ages"])))
+
+    def hides(self, key: str, ages: Mapping[str, float]) -> bool:
+        """Say whether an object is not to be seen; `ages` are the seconds since objects were written."""
+        if not self.patterns["key"].search(key):
+            return False
+        return self.kind == "lost_object" or ages.get(key, math.inf) < self.values["seconds"]
 
     def strikes(self) -> bool:
         """Count a request that matches, and say whether it is struck."""
@@ -282,13 +327,17 @@ class Fault:
 
 
 class FaultBook:
-    """All rules of one emulator. `on_cleared(ids)` is called with the ids of rules that are gone. Thread-safe."""
+    """All rules of one emulator. Thread-safe.
+
+    `on_added(rule)` is called with each new rule, `on_cleared(ids)` with the ids of rules that are gone.
+    """
 
     def __init__(self) -> None:
         self._rules: list[Fault] = []
         self._lock = threading.Lock()
         self._made = 0
         self.on_cleared: Callable[[list[str]], None] = lambda _ids: None
+        self.on_added: Callable[[Fault], None] = lambda _rule: None
         self.targets: tuple[str, ...] = TARGETS
 
     def add(self, body: Mapping[str, Any]) -> Fault:
@@ -300,6 +349,7 @@ class FaultBook:
             self._made += 1
             rule.id = f"fault-{self._made}"
             self._rules.append(rule)
+        self.on_added(rule)
         return rule
 
     def rules(self) -> list[Fault]:
@@ -361,6 +411,10 @@ def parse_fault(body: Mapping[str, Any]) -> Fault:
                 patterns[name] = re.compile(values[name])
             except re.error as exc:
                 problems.append(f"{name}: is not a regular expression ({exc})")
+    if kind == "late":
+        problems += [
+            f"{name}: must be an absolute path" for name in ("source", "view") if not str(values[name]).startswith("/")
+        ]
     if problems:
         raise FaultError("; ".join(problems))
     return Fault("", str(target), str(kind), values, patterns=patterns, random=random.Random(values["seed"]))  # noqa: S311

@@ -40,7 +40,7 @@ class Faults:
     control: Control
 
     def add(self, target: str, kind: str, **values: Any) -> dict[str, Any]:
-        """Add a fault and return it. `target`: api, endpoint, store or replica; `after`, `times` count requests."""
+        """Add a fault and return it. `target`: api, endpoint, store, replica or directory."""
         return self.control.add_fault(target, kind, **values)
 
     def all(self) -> list[dict[str, Any]]:

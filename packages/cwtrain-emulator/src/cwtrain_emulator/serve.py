@@ -28,6 +28,7 @@ from cwtrain_emulator.faults import FaultBook
 from cwtrain_emulator.gateway.app import Gateway, gateway_routes
 from cwtrain_emulator.gateway.routing import Router
 from cwtrain_emulator.keys import Keys, write_private
+from cwtrain_emulator.late_files import LateFiles
 from cwtrain_emulator.listeners import PortListeners, bind
 from cwtrain_emulator.page.activity import Activity, LogProblems
 from cwtrain_emulator.page.routes import page_routes, page_url
@@ -84,6 +85,7 @@ class _Emulator:
         self._activity = Activity(clock=time.time)
         self._log_problems = LogProblems(self._activity)
         self._faults = FaultBook()
+        self._late_files = LateFiles()
         self._proxy: StoreProxy | None = None
         self._weed_task: asyncio.Task[None] | None = None
         self._listeners = PortListeners(settings.host, self._activity, self._faults)
@@ -143,7 +145,8 @@ class _Emulator:
             clear_bucket=None if self._weed is None else self._weed.clear,
             spare_keys=[] if self._weed is None else keys.s3_spares,
         )
-        self._faults.on_cleared = pool.release
+        self._faults.on_added = self._late_files.added
+        self._faults.on_cleared = self._faults_cleared
         gateway = Gateway(self.service, Router(self.store, pool))
         self._listeners.attach(gateway)
         routes = [
@@ -170,8 +173,14 @@ class _Emulator:
                 return
             await asyncio.sleep(0.01)
 
+    def _faults_cleared(self, ids: list[str]) -> None:
+        assert self._pool is not None
+        self._pool.release(ids)
+        self._late_files.cleared(ids)
+
     async def stop(self) -> None:
         """Take everything down."""
+        self._late_files.stop()
         logging.getLogger("cwtrain_emulator").removeHandler(self._log_problems)
         if self._loop_task is not None:
             self._loop_task.cancel()

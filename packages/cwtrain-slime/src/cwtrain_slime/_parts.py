@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,29 @@ import attrs
 
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import ConfigError, IntegrationError, SnapshotLayoutError
+from cwtrain.hotload._publish.look import shown
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
 from cwtrain.models.sync import WeightSyncRequest, WeightSyncResult
 from cwtrain.plugins import hookimpl
 from cwtrain.snapshots._digests import record_digest, recorded_digest
+from cwtrain.snapshots._sidefiles import is_side_file
 from cwtrain_slime._talk import Talk
 
 if TYPE_CHECKING:
     from cwtrain.hotload.publisher import Publisher
 
-__all__ = ["Part", "PartsSender", "Send", "Spread", "headers", "local_shards", "refuse_mirror", "send", "spread_of"]
+__all__ = [
+    "Part",
+    "PartsSender",
+    "Send",
+    "Spread",
+    "headers",
+    "late_for_rank_0",
+    "local_shards",
+    "refuse_mirror",
+    "send",
+    "spread_of",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -69,16 +82,42 @@ class Part:
 
 
 def local_shards(version_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what this rank sees of a version: its shards and, where the index lies here, the names in it."""
+    """Return what this rank sees of a version: sizes of the files by name, and the index's names where it lies here."""
     root = Path(version_dir)
-    shards = sorted(path.name for path in root.glob("*.safetensors")) if root.is_dir() else []
+    sizes: dict[str, int] = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        if path.suffix == ".safetensors" or path.name == INDEX_NAME or is_side_file(path.name):
+            with suppress(OSError):  # a link to what is not there (yet), or one that is just being renamed
+                sizes[path.name] = path.stat().st_size
     named: list[str] | None = None
     try:
         weight_map = json.loads((root / INDEX_NAME).read_bytes()).get("weight_map")
         named = sorted(set(weight_map.values()))
     except (OSError, ValueError, AttributeError, TypeError):
         pass  # not here, or no index: inspection says what is wrong with it
-    return {"shards": shards, "named": named}
+    return {"shards": sizes, "named": named}
+
+
+def _whole(seen: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the true sizes: the rank that wrote a file sees all of it, others may see less of it for a while."""
+    sizes: dict[str, int] = {}
+    for one in seen:
+        for name, size in one["shards"].items():
+            sizes[name] = max(size, sizes.get(name, 0))
+    return sizes
+
+
+def late_for_rank_0(seen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the files of a version that some rank sees and rank 0 does not see, or sees shorter.
+
+    ``seen`` is ``local_shards`` of every rank. Shards that the index does not name do not count.
+    """
+    mine, named = seen[0]["shards"], seen[0]["named"]
+    return sorted(
+        name
+        for name, size in _whole(seen).items()
+        if mine.get(name, -1) < size and (named is None or name in named or not name.endswith(".safetensors"))
+    )
 
 
 def spread_of(seen: Sequence[Mapping[str, Any]]) -> Spread | None:
@@ -87,25 +126,40 @@ def spread_of(seen: Sequence[Mapping[str, Any]]) -> Spread | None:
     ``seen`` is ``local_shards`` of every rank. A shard that nobody has is rank 0's, whose inspection names it.
     """
     named = seen[0]["named"]
-    if not named or set(named) <= set(seen[0]["shards"]):
+    if not named:
         return None
-    owners = {name: next((rank for rank, one in enumerate(seen) if name in one["shards"]), 0) for name in named}
+    whole = _whole(seen)
+    owners = {
+        name: next((rank for rank, one in enumerate(seen) if one["shards"].get(name, -1) == whole.get(name)), 0)
+        for name in named
+    }
     return Spread(owners=owners) if any(owners.values()) else None
 
 
-def refuse_mirror(settings: HotLoadConfig, *, full_mode: bool, spread: Spread, version_dir: str) -> None:
-    """Raise ConfigError where shards lie on several nodes and the settings want what only one disk can give."""
-    where = f"{version_dir}: {', '.join(spread.elsewhere[:3])} cannot be seen by rank 0, so the nodes share no disk"
+def refuse_mirror(
+    settings: HotLoadConfig, *, full_mode: bool, late: Sequence[str], version_dir: str, waited: float = 0.0
+) -> None:
+    """Raise ConfigError where rank 0 lacks files (``late``) and the settings want what only one disk can give.
+
+    ``waited`` is for how many seconds they were looked for.
+    """
+    where = (
+        f"{version_dir}: {shown(late)} not to be seen by rank 0, or not whole, also when looked at again for "
+        f"{waited:g} s: either the nodes share no disk, or the shared disk shows the files of other nodes later than "
+        "that"
+    )
+    longer = "for a shared disk that is slower set CWTRAIN_HOTLOAD_FILES_WAIT above the seconds of its attribute cache"
     if full_mode:
         raise ConfigError(
-            f"{where}, and full checkpoints have to be read on one node",
-            hint="use --update-weight-mode delta, or put --update-weight-disk-dir on a shared file system",
+            f"{where}; and full checkpoints have to be read on one node",
+            hint=f"{longer}; else use --update-weight-mode delta, or put --update-weight-disk-dir on a shared file "
+            "system",
         )
     if settings.keeps_mirror or settings.full_every > 0:
         raise ConfigError(
-            f"{where}, and a mirror or a full snapshot needs every delta on one node",
-            hint="set CWTRAIN_HOTLOAD_MIRROR=0 and CWTRAIN_HOTLOAD_FULL_EVERY=0, or put --update-weight-disk-dir on a "
-            "shared file system",
+            f"{where}; and a mirror or a full snapshot needs every delta on one node",
+            hint=f"{longer}; else set CWTRAIN_HOTLOAD_MIRROR=0 and CWTRAIN_HOTLOAD_FULL_EVERY=0, or put "
+            "--update-weight-disk-dir on a shared file system",
         )
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -22,10 +23,22 @@ from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError
 from cwtrain.events import WeightsWritten, WriteMode
 from cwtrain.hotload.publisher import Publisher, PublishOutcome, weight_v_number
+from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.plugins import Plugins, get_plugins
 from cwtrain_slime._args import RunArgs
 from cwtrain_slime._checkpoints import SavedCheckpoints
-from cwtrain_slime._parts import Part, PartsSender, Send, Spread, headers, local_shards, refuse_mirror, send, spread_of
+from cwtrain_slime._parts import (
+    Part,
+    PartsSender,
+    Send,
+    Spread,
+    headers,
+    late_for_rank_0,
+    local_shards,
+    refuse_mirror,
+    send,
+    spread_of,
+)
 from cwtrain_slime._ranks import Ranks, Work, find_ranks
 from cwtrain_slime._talk import Done, Talk
 from cwtrain_slime._tracking import track
@@ -43,13 +56,36 @@ APART_SECONDS: Final = 1500.0
 """What a call may take where the ranks cannot beat together: the others stand in a barrier of 30 minutes."""
 
 
+_LOOK_SECONDS: Final = 1.0
+_TELL_SECONDS: Final = 30.0
+
+
+@attrs.frozen(kw_only=True)
+class _Files:
+    """What the ranks see of a version: who sends which shard, and what rank 0 still lacks after ``waited`` seconds."""
+
+    spread: Spread | None = None
+    late: Sequence[str] = ()
+    waited: float = 0.0
+
+
 class Adapter:
     """One disk directory of a trainer, in one process. ``make`` makes the publisher on the rank that publishes."""
 
-    def __init__(self, disk_dir: Path, *, make: MakePublisher = Publisher, plugins: Plugins | None = None) -> None:
+    def __init__(
+        self,
+        disk_dir: Path,
+        *,
+        make: MakePublisher = Publisher,
+        plugins: Plugins | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.disk_dir = disk_dir
         self._make = make
         self._plugins = plugins
+        self._clock = clock
+        self._sleep = sleep
         self._publisher: Publisher | None = None
         self._parts = PartsSender()
         self._run_id: str | None = None
@@ -92,7 +128,8 @@ class Adapter:
             )
         if ranks.rank != 0:
             self._notify(run, ranks, version_dir)
-        spread = self._spread(ranks, version_dir, what)
+        files = self._files(run, ranks, version_dir, what)
+        spread = files.spread
         parts: list[Part] = []
         if spread is not None:
             found = ranks.together(Work(lambda: headers(version_dir, ranks.rank, spread)), what=what)
@@ -100,7 +137,7 @@ class Adapter:
         talk: Talk | None = None
         if ranks.rank == 0:
             deadline = None if ranks.meet else APART_SECONDS
-            talk = Talk(lambda talk: self._publish(run, ranks, version_dir, deadline, talk, spread, parts))
+            talk = Talk(lambda talk: self._publish(run, ranks, version_dir, deadline, talk, files, parts))
         outcome = self._follow(ranks, version_dir, talk, what)
         if outcome is not None:
             logger.info("version %d: %s as %s (%s)", outcome.number, outcome.state, outcome.identity, outcome.kind)
@@ -109,11 +146,50 @@ class Adapter:
 
     # -- every rank ----------------------------------------------------------------------------------------------------
 
-    def _spread(self, ranks: Ranks, version_dir: str, what: str) -> Spread | None:
-        """Return who has which shard where the nodes share no disk."""
+    def _files(self, run: RunArgs, ranks: Ranks, version_dir: str, what: str) -> _Files:
+        """Return who has which file, once rank 0 sees all that the others see, or has waited for it long enough.
+
+        Every look is a collective, so the ranks beat meanwhile, and what any of them sees late is seen anew.
+        """
         if ranks.size == 1 or not ranks.meet:
-            return None
-        return spread_of(ranks.together(Work(lambda: local_shards(version_dir)), what=what))
+            return _Files()
+        seen = ranks.together(Work(lambda: local_shards(version_dir)), what=what)
+        late = late_for_rank_0(seen)
+        if not late:
+            return _Files()
+        asking = Work(lambda: self._patience(run, seen)) if ranks.rank == 0 else None
+        seconds: float = ranks.together(asking, what=what)[0]
+        began, told = self._clock(), float("-inf")
+        over = seconds <= 0
+        while late and not over:
+            if ranks.rank == 0 and self._clock() - told >= _TELL_SECONDS:
+                told = self._clock()
+                logger.warning(
+                    "%s: rank 0 does not see all of %s: a shared disk may show it late, so it is looked for for up to "
+                    "%.0f s more",
+                    version_dir,
+                    ", ".join(late[:3]),
+                    began + seconds - told,
+                )
+            looking = Work(partial(self._look_again, version_dir, began + seconds))
+            seen = ranks.together(looking, what=f"the wait for files of {Path(version_dir).name}")
+            late, over = late_for_rank_0(seen), seen[0]["over"]
+        return _Files(spread=spread_of(seen), late=late, waited=seconds)
+
+    def _look_again(self, version_dir: str, until: float) -> dict[str, Any]:
+        self._sleep(max(0.0, min(_LOOK_SECONDS, until - self._clock())))
+        return {**local_shards(version_dir), "over": self._clock() >= until}
+
+    def _patience(self, run: RunArgs, seen: Sequence[Mapping[str, Any]]) -> float:
+        """Return for how many seconds rank 0 looks for files that others see.
+
+        Where each rank can send its own shards, only on a disk that is known to be shared: the index is rank 0's, so
+        it is where another rank sees it.
+        """
+        settings = self._settings(run)
+        has_index = [INDEX_NAME in one["shards"] for one in seen]
+        alone = not (run.full_mode or settings.keeps_mirror or settings.full_every > 0)
+        return 0.0 if alone and has_index[0] and not any(has_index[1:]) else settings.files_wait
 
     def _follow(self, ranks: Ranks, version_dir: str, talk: Talk | None, what: str) -> PublishOutcome | None:
         """Beat until rank 0 is done, doing what it asks for on the way."""
@@ -158,15 +234,23 @@ class Adapter:
         version_dir: str,
         deadline: float | None,
         talk: Talk,
-        spread: Spread | None,
+        files: _Files,
         parts: list[Part],
     ) -> PublishOutcome:
+        spread = files.spread
         try:
             publisher = self._made(run, world_size=ranks.size)
+            if files.late:
+                refuse_mirror(
+                    publisher.settings,
+                    full_mode=run.full_mode,
+                    late=files.late,
+                    version_dir=version_dir,
+                    waited=files.waited,
+                )
             if spread is None:
                 outcome = publisher.publish_directory(version_dir, deadline=deadline)
             else:
-                refuse_mirror(publisher.settings, full_mode=run.full_mode, spread=spread, version_dir=version_dir)
                 with self._parts.sending(Path(version_dir), parts, talk, spread, publisher) as directory:
                     outcome = publisher.publish_directory(directory, deadline=deadline)
             self._note(publisher)
@@ -192,10 +276,7 @@ class Adapter:
         if self._saved is None:
             self._saved = SavedCheckpoints(run.raw)
         if self._publisher is None:
-            settings = HotLoadConfig.from_env(run_id=self._run_id)
-            if run.full_mode and settings.mirror is None:
-                # Every version is whole: there is nothing that a mirror could be needed for.
-                settings = attrs.evolve(settings, mirror=False, full_every=0)
+            settings = self._settings(run)
             plugins = self._plugins if self._plugins is not None else get_plugins()
             name = f"cwtrain.{run.dialect.name}.parts:{self.disk_dir}"
             if plugins.plugin(name) is None:
@@ -215,6 +296,15 @@ class Adapter:
                 self._ending = True
                 atexit.register(self._finish)
         return self._publisher
+
+    def _settings(self, run: RunArgs) -> HotLoadConfig:
+        if self._publisher is not None:
+            return self._publisher.settings
+        settings = HotLoadConfig.from_env(run_id=self._run_id)
+        if run.full_mode and settings.mirror is None:
+            # Every version is whole: there is nothing that a mirror could be needed for.
+            settings = attrs.evolve(settings, mirror=False, full_every=0)
+        return settings
 
     def _heard(self, event: ProgressEvent) -> None:
         self._progress = event.summary()

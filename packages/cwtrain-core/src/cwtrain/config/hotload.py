@@ -51,6 +51,11 @@ def _workers(value: object) -> int:
     return whole_number(1)(value)
 
 
+def _seconds_or_none_at_all(value: object) -> float:
+    text = str(value).strip()
+    return 0.0 if text in ("0", "0.0") else positive_seconds(value)
+
+
 @attrs.frozen(kw_only=True)
 class HotLoadConfig:
     """What every trainer adapter reads. Durations are in seconds."""
@@ -125,6 +130,14 @@ class HotLoadConfig:
         metadata=env(
             "CWTRAIN_HOTLOAD_STATE_DIR",
             help="directory for mirror, staging, manifests and journal; without it <disk directory>-hotload",
+        ),
+    )
+    files_wait: float = attrs.field(
+        default=90.0,
+        converter=_seconds_or_none_at_all,
+        metadata=env(
+            "CWTRAIN_HOTLOAD_FILES_WAIT",
+            help="seconds to look again for files that a shared disk may show late; 0 does not wait",
         ),
     )
     prompt_cache_policy: PromptCachePolicy = attrs.field(

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError, HotLoadError
@@ -51,7 +51,7 @@ from cwtrain.hotload._publish.baseline import Baseline, check_base
 from cwtrain.hotload._publish.follow import Follower
 from cwtrain.hotload._publish.housekeeping import PublishedNote, note_of, read_note, write_note
 from cwtrain.hotload._publish.journal import Journal
-from cwtrain.hotload._publish.look import NumberOf, look_at, weight_v_number
+from cwtrain.hotload._publish.look import NumberOf, look_at, weight_v_number, when_visible
 from cwtrain.hotload._publish.names import default_run_id, identity_of
 from cwtrain.hotload._publish.numbered import Numbered
 from cwtrain.hotload._publish.opening import Opening
@@ -82,6 +82,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("cwtrain.hotload")
+
+T = TypeVar("T")
 
 _MODES = {
     WriteKind.BASELINE: WriteMode.ROOT,
@@ -132,6 +134,7 @@ class Publisher:
         self._world_size = world_size
         self._number_of = number_of
         self._clock = clock
+        self._sleep = sleep
         if client is None:
             from cwtrain.infra.client import InferenceClient
 
@@ -221,7 +224,8 @@ class Publisher:
         What it is follows from its content: ``disk_dir`` itself is a baseline call; otherwise a delta, an empty one or
         a full snapshot. ``number`` is the trainer's version, where its name does not say it. ``deadline`` bounds the
         call in seconds, upload included, where DEADLINE does not say so; joining the baseline is not counted. The
-        directory is read until this returns, and not afterwards.
+        directory is read until this returns, and not afterwards. Files that a shared disk shows late, or in part, are
+        looked for again for FILES_WAIT seconds.
 
         The same call made again, after an error or in a new process, goes on where it stopped.
 
@@ -230,13 +234,21 @@ class Publisher:
         """
         number = None if number is None else version_of(number)
         with self._called(number):
-            look = look_at(path, disk_dir=self.disk_dir, number=number, number_of=self._number_of)
+            began = self._clock()
+            look = self._visible(
+                lambda: look_at(path, disk_dir=self.disk_dir, number=number, number_of=self._number_of),
+                path,
+                self._budget(deadline).left(),
+            )
+            waited = self._clock() - began
             self._plugins.notify(self._event(look.kind, look.path, look.number))
             if look.kind is WriteKind.BASELINE:
                 return self._start_baseline(baseline_wait(self.settings.baseline_wait))
             self._join()
             event = self._event(look.kind, look.path, look.number)
-            return self._numbered.run(look, event, self._budget(deadline))
+            budget = self._budget(deadline)
+            budget.began -= waited
+            return self._numbered.run(look, event, budget)
 
     def publish_tensors(
         self,
@@ -344,6 +356,11 @@ class Publisher:
                     self._plugins.notify(SyncFailed(error=error, version=number, run_id=self.run_id))
                 raise
 
+    def _visible(self, look: Callable[[], T], place: str | os.PathLike[str], most: float) -> T:
+        """Return what ``look`` sees of ``place``, given time to show: FILES_WAIT, or ``most`` seconds."""
+        seconds = min(self.settings.files_wait, most)
+        return when_visible(look, place, seconds=seconds, clock=self._clock, sleep=self._sleep)
+
     def _budget(self, deadline: float | None) -> Budget:
         return Budget(self.settings.deadline if self.settings.deadline is not None else deadline, self._clock)
 
@@ -357,7 +374,8 @@ class Publisher:
         if self._baseline_ended is not None:
             self._baseline_ended.wait()
         self._baseline_ended, self._baseline_error = None, None
-        snapshot = check_base(self.base, mirror_path=self._journal.mirror_path if self._follower else None)
+        mirror_path = self._journal.mirror_path if self._follower else None
+        snapshot = self._visible(lambda: check_base(self.base, mirror_path=mirror_path), self.base or "", wait_seconds)
         baseline = Baseline(self.base, self.settings, self._journal, self._follower, self._sender)
         ended = threading.Event()
 

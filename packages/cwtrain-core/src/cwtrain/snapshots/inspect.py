@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from cwtrain.errors import ConfigError, SnapshotLayoutError
+from cwtrain.errors import ConfigError, SnapshotChangedError, SnapshotError, SnapshotLayoutError
 from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots import identity as identities
 from cwtrain.snapshots._delta_rules import Versions, check_blobs, check_formats, check_versions, read_checksums
@@ -23,7 +23,7 @@ from cwtrain.snapshots.checkpoint import SINGLE_NAME, raise_problems
 from cwtrain.snapshots.header import Header, read_header
 from cwtrain.snapshots.index import dump_index, generate_index, is_delta, read_index
 
-__all__ = ["Inspection", "inspect_snapshot", "scan"]
+__all__ = ["Inspection", "inspect_snapshot", "late_files", "scan"]
 
 _CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
@@ -140,6 +140,69 @@ def scan(
         _sort_files(found, found.index, found.shards, delta=delta)
     raise_problems(place, found.problems)
     return found
+
+
+def late_files(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names in a directory that are not there, or not whole, and may be soon; empty where that is no matter.
+
+    On a shared disk the files of another node show late: not at all, with no bytes, or with fewer than they have. What
+    is whole and wrong is not among them. For a directory that ``scan`` refused.
+    """
+    place = os.fspath(path)
+    try:
+        listing = list_directory(place)
+    except SnapshotLayoutError:
+        return [] if os.path.lexists(place) else [os.path.basename(place)]
+    late = [name for name, entry in listing.items() if _is_empty_json(name, entry)]
+    named: set[str] = set()
+    delta = False
+    if INDEX_NAME in listing:
+        try:
+            index = read_index(os.path.join(place, INDEX_NAME))
+        except SnapshotLayoutError:
+            return sorted({*late, *([] if _ends_as_json(place, INDEX_NAME) else [INDEX_NAME])})
+        named, delta = set(index["weight_map"].values()), is_delta(index)
+    elif SINGLE_NAME in listing:
+        named = {SINGLE_NAME}
+    elif not any(entry.directory or name.endswith((".bin", ".pt", ".pth")) for name, entry in listing.items()):
+        late.append(INDEX_NAME)
+    late += [name for name in named if name not in listing or _is_short(os.path.join(place, name))]
+    if named and not delta and not _ends_as_json(place, _CONFIG):
+        late.append(_CONFIG)
+    return sorted(set(late))
+
+
+def _is_empty_json(name: str, entry: Entry) -> bool:
+    return name.endswith(".json") and entry.trouble is None and not entry.size_bytes
+
+
+def _ends_as_json(place: str, name: str) -> bool:
+    """Return whether a JSON object in ``place`` is there to its end, be it right or wrong."""
+    try:
+        with RegularFile(os.path.join(place, name), label=name) as file:
+            tail = min(file.size_bytes, 64)
+            return file.read(file.size_bytes - tail, tail).rstrip().endswith(b"}")
+    except SnapshotError:
+        return False
+
+
+def _is_short(path: str) -> bool:
+    """Return whether a safetensors file has fewer bytes than its header says, or no header yet."""
+    try:
+        with RegularFile(path) as file:
+            start = file.read(0, min(file.size_bytes, 8))
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or not length or 8 + length > file.size_bytes:
+                return length <= MAX_JSON_BYTES
+            tensors = json.loads(file.read(8, length)) if length <= MAX_JSON_BYTES else {}
+            ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
+            return bool(file.size_bytes < 8 + length + max(ends, default=0))
+    except SnapshotChangedError:
+        return True
+    except SnapshotError:
+        return not os.path.exists(path)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return False
 
 
 def _read_index(found: Inspection) -> None:
@@ -277,6 +340,8 @@ def _sort_files(found: Inspection, index: Mapping[str, Any], shards: Shards, *, 
             found.warnings.append(f"{name!r}: left out, it cannot be an object's name")
         elif entry.trouble and name != _CONFIG:
             found.problems.append(f"{name}: {entry.trouble}; remove it or put the file back")
+        elif _is_empty_json(name, entry) and name != _CONFIG:
+            found.problems.append(f"{name}: has no bytes; remove it or put the file back")
         else:
             found.side_files.append(name)
 

@@ -44,6 +44,10 @@ class Call:
     listing: bool
     permission: str
     access_key: str
+    writes: str = ""
+    """`object` or `part` where the request's body is one, `whole` where it makes an object of parts, else nothing."""
+    checksum: bool = False
+    """Whether the request says a checksum of its body."""
 
     @classmethod
     def of(cls, head: Head) -> Call:
@@ -59,12 +63,29 @@ class Call:
         access_key = found[1] if found else query.get("X-Amz-Credential", [""])[0].partition("/")[0]
         listing = method == "GET" and not key and "uploads" not in query and "location" not in query
         permission = _permission(method, key, query)
-        return cls(method, path, key, listing, permission, access_key)
+        return cls(
+            method, path, key, listing, permission, access_key, _writes(method, key, query), _has_checksum(head.headers)
+        )
 
     @property
     def read_key(self) -> str:
         """The key of an object that is read, else nothing."""
         return self.key if self.method in ("GET", "HEAD") and self.permission == "s3:GetObject" else ""
+
+
+def _writes(method: str, key: str, query: Mapping[str, list[str]]) -> str:
+    if not key or not ({"partNumber", "uploadId"} & query.keys() or method == "PUT"):
+        return ""
+    if method == "PUT":
+        return "part" if "uploadId" in query else "object"
+    return "whole" if method == "POST" else ""
+
+
+def _has_checksum(headers: Mapping[str, str]) -> bool:
+    algorithms = ("crc32", "crc32c", "crc64nvme", "sha1", "sha256", "md5", "sha512", "xxhash64", "xxhash3", "xxhash128")
+    named = {"content-md5", *(f"x-amz-checksum-{algorithm}" for algorithm in algorithms)}
+    trailers = {name.strip().lower() for name in headers.get("x-amz-trailer", "").split(",")}
+    return bool(named & (headers.keys() | trailers))
 
 
 def _permission(method: str, key: str, query: Mapping[str, list[str]]) -> str:
@@ -102,7 +123,15 @@ def answer_to(fault: Fault, call: Call) -> bytes | None:
         return refusal(call, 403, "RequestTimeTooSkewed", text, extra, skew=fault["seconds"])
     if kind == "expired_credentials":
         return refusal(call, 400, "ExpiredToken", "The provided token has expired.", extra)
-    if kind == "lost_object":
+    if kind == "operation_aborted":
+        text = "A conflicting conditional operation is currently in progress against this resource. Try again."
+        return refusal(call, 409, "OperationAborted", text, extra)
+    if kind == "checksum_required":
+        what = "Part" if call.writes == "part" else "Object"
+        needed = "Content-MD5 OR x-amz-checksum- HTTP header is required"
+        text = f"{needed} for Put {what} requests with Object Lock parameters"
+        return refusal(call, 400, "InvalidRequest", text, extra)
+    if kind in ("lost_object", "late_object"):
         return refusal(call, 404, "NoSuchKey", "The specified key does not exist.", extra)
     status = fault["status"]
     code = fault["code"] or _CODES.get(status, "InternalError" if status >= 500 else "InvalidRequest")
@@ -132,8 +161,8 @@ def _answer(call: Call, status: int, text: str, kind: str, extra: Mapping[str, s
     return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + (b"" if call.method == "HEAD" else body)
 
 
-def without_lost(listing: bytes, lost: Sequence[Fault]) -> bytes:
-    """Return a listing's XML without the keys that are lost."""
+def without_lost(listing: bytes, lost: Sequence[Fault], ages: Mapping[str, float] | None = None) -> bytes:
+    """Return a listing's XML without the keys that are lost, or late; `ages`: seconds since they were written."""
     try:
         root = ET.fromstring(listing)  # noqa: S314
     except ET.ParseError:
@@ -142,7 +171,7 @@ def without_lost(listing: bytes, lost: Sequence[Fault]) -> bytes:
     encoded = root.findtext(f"{space}EncodingType") == "url"
     for entry in root.findall(f"{space}Contents"):
         key = entry.findtext(f"{space}Key") or ""
-        if any(rule.patterns["key"].search(unquote(key) if encoded else key) for rule in lost):
+        if any(rule.hides(unquote(key) if encoded else key, ages or {}) for rule in lost):
             root.remove(entry)
     count = root.find(f"{space}KeyCount")
     if count is not None:

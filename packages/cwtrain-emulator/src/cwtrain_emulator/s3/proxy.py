@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from cwtrain_emulator.faults import Fault, FaultBook
@@ -23,6 +24,8 @@ _log = logging.getLogger("cwtrain_emulator.store_proxy")
 _BUFFER_BYTES = 1 << 20
 _CONNECT_SECONDS = 5.0
 _LINGER_SECONDS = 2.0
+_MOST_WRITTEN = 100_000
+_HIDING = ("lost_object", "late_object")
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -36,6 +39,7 @@ class StoreProxy:
         self._store_port = store_port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._written = _Written()
         self.port = 0
 
     @property
@@ -93,6 +97,8 @@ class StoreProxy:
                 path=call.path,
                 key=call.read_key,
                 listing=call.listing,
+                writes=call.writes in ("object", "part") and not call.checksum,
+                ages=self._written,
                 permission=call.permission,
                 access_key=call.access_key,
                 caller=self._callers.get(call.access_key, "other"),
@@ -113,12 +119,72 @@ class StoreProxy:
                     await _answer(client, head, answer)
                     return
                 stack.callback(store[1].close)
-            if not await _exchange(client, store, head, call, struck):
+            if not await self._exchange(client, store, head, call, struck):
                 return
+
+    async def _exchange(self, client: Streams, store: Streams, head: Head, call: Call, struck: Sequence[Fault]) -> bool:
+        """Hand a request and its answer on; return whether the connection can be used again."""
+        rate = min((fault["bytes_per_second"] for fault in struck if fault.kind == "throttle"), default=None)
+        cut = min((fault["bytes"] for fault in struck if fault.kind == "cut"), default=None)
+        lost = [fault for fault in struck if fault.kind in _HIDING]
+        store[1].write(head.raw)
+        sending = asyncio.create_task(_send_body(client[0], store[1], head, rate))
+        try:
+            while True:
+                answer = await read_head(store[0])
+                if answer is None:
+                    raise HttpError("the store hung up")
+                status = int(answer.first.split(" ")[1])
+                if status >= 200:
+                    break
+                client[1].write(answer.raw)
+            if status == 200 and call.writes in ("object", "whole"):
+                self._written.note(call.key)
+            empty = call.method == "HEAD" or status in (204, 304)
+            if lost and not empty:
+                await _filtered(client[1], store[0], answer, lost, self._written)
+            elif not await _receive_body(client[1], store[0], answer, empty, rate, cut):
+                return False
+            # An answer before the end of the request (a refusal): let the client finish, or it may not see the answer.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(sending), _LINGER_SECONDS)
+            if not sending.done():
+                return False
+            sending.result()
+            until_close = not empty and answer.length is None and not answer.chunked
+            return not (head.closes or answer.closes or until_close)
+        finally:
+            if not sending.done():
+                sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+
+class _Written(Mapping[str, float]):
+    """How many seconds ago objects were written, by key; what is older than any fault can ask for is forgotten."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: dict[str, float] = {}
+
+    def note(self, key: str) -> None:
+        """An object was written now."""
+        self._times.pop(key, None)
+        self._times[key] = self._clock()
+        while len(self._times) > _MOST_WRITTEN:
+            del self._times[next(iter(self._times))]
+
+    def __getitem__(self, key: str) -> float:
+        return self._clock() - self._times[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._times)
+
+    def __len__(self) -> int:
+        return len(self._times)
 
 
 def _answers(fault: Fault, call: Call) -> bool:
-    return fault.ends or (fault.kind == "lost_object" and not call.listing)
+    return fault.ends or fault.kind == "checksum_required" or (fault.kind in _HIDING and not call.listing)
 
 
 async def _answer(client: Streams, head: Head, answer: bytes | None) -> None:
@@ -131,41 +197,6 @@ async def _answer(client: Streams, head: Head, answer: bytes | None) -> None:
             pass
     client[1].write(answer)
     await client[1].drain()
-
-
-async def _exchange(client: Streams, store: Streams, head: Head, call: Call, struck: Sequence[Fault]) -> bool:
-    """Hand a request and its answer on; return whether the connection can be used again."""
-    rate = min((fault["bytes_per_second"] for fault in struck if fault.kind == "throttle"), default=None)
-    cut = min((fault["bytes"] for fault in struck if fault.kind == "cut"), default=None)
-    lost = [fault for fault in struck if fault.kind == "lost_object"]
-    store[1].write(head.raw)
-    sending = asyncio.create_task(_send_body(client[0], store[1], head, rate))
-    try:
-        while True:
-            answer = await read_head(store[0])
-            if answer is None:
-                raise HttpError("the store hung up")
-            status = int(answer.first.split(" ")[1])
-            if status >= 200:
-                break
-            client[1].write(answer.raw)
-        empty = call.method == "HEAD" or status in (204, 304)
-        if lost and not empty:
-            await _filtered(client[1], store[0], answer, lost)
-        elif not await _receive_body(client[1], store[0], answer, empty, rate, cut):
-            return False
-        # An answer before the end of the request (a refusal): let the client finish, or it may not see the answer.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(sending), _LINGER_SECONDS)
-        if not sending.done():
-            return False
-        sending.result()
-        until_close = not empty and answer.length is None and not answer.chunked
-        return not (head.closes or answer.closes or until_close)
-    finally:
-        if not sending.done():
-            sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
 
 
 async def _send_body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: Head, rate: int | None) -> None:
@@ -206,12 +237,16 @@ async def _receive_body(
 
 
 async def _filtered(
-    writer: asyncio.StreamWriter, reader: asyncio.StreamReader, answer: Head, lost: Sequence[Fault]
+    writer: asyncio.StreamWriter,
+    reader: asyncio.StreamReader,
+    answer: Head,
+    lost: Sequence[Fault],
+    ages: Mapping[str, float],
 ) -> None:
     """Hand a listing on without what is lost."""
     body = b"".join([content async for _, content in body_of(reader, answer, until_close=True)])
     if " 200" in answer.first:
-        body = without_lost(body, lost)
+        body = without_lost(body, lost, ages)
     left_out = (b"content-length:", b"transfer-encoding:")
     lines = [line for line in answer.raw.split(b"\r\n") if line and not line.lower().startswith(left_out)]
     lines.append(b"Content-Length: " + str(len(body)).encode())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 
@@ -16,9 +19,16 @@ from cwtrain.hotload._publish.state import WriteKind
 from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.snapshots.identity import version_number
 from cwtrain.snapshots.index import is_delta
-from cwtrain.snapshots.inspect import scan
+from cwtrain.snapshots.inspect import late_files, scan
 
-__all__ = ["Look", "NumberOf", "content_of", "look_at", "weight_v_number"]
+__all__ = ["Look", "NumberOf", "content_of", "look_at", "not_visible", "shown", "weight_v_number", "when_visible"]
+
+_log = logging.getLogger("cwtrain.hotload")
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 1.0
+_TELL_SECONDS = 30.0
 
 NumberOf = Callable[[Path], int | None]
 """From a directory to the version that its name says, or None."""
@@ -125,6 +135,64 @@ def look_at(
         tensors=_count(found.index),
         size_bytes=size,
     )
+
+
+def when_visible(
+    look: Callable[[], T],
+    place: str | os.PathLike[str],
+    *,
+    seconds: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> T:
+    """Return what ``look`` returns, made again for up to ``seconds`` while files of ``place`` are not there or short.
+
+    On a shared disk the files of another node may show as late as its attribute cache is long. What is there and wrong
+    is raised at once; what is still missing at the end is raised with both explanations.
+    """
+    began, told = clock(), -math.inf
+    while True:
+        try:
+            return look()
+        except SnapshotLayoutError as error:
+            late = late_files(place)
+            if not late:
+                return look()  # the last file has come since; or the directory is wrong, and stays so
+            now = clock()
+            left = began + seconds - now
+            if left <= 0:
+                raise not_visible(place, late, seconds, problems=error.problems) from error
+            if now - told >= _TELL_SECONDS:
+                told = now
+                _log.warning(
+                    "%s: %s not there, or not whole: a shared disk may show it late, so it is looked for for up to "
+                    "%.0f s more",
+                    os.fspath(place),
+                    shown(late),
+                    left,
+                )
+        sleep(min(_LOOK_SECONDS, left))
+
+
+def not_visible(
+    place: str | os.PathLike[str], late: Sequence[str], seconds: float, *, problems: Sequence[str] = ()
+) -> SnapshotLayoutError:
+    """Return the error for files that a directory lacks after it was looked at for ``seconds``."""
+    problems = list(problems) or [f"{name}: is not there, or not whole" for name in late]
+    return SnapshotLayoutError(
+        f"{os.fspath(place)}: {shown(late)} not there, or not whole, also when looked at again for {seconds:g} s: "
+        "either the nodes share no disk (or the trainer has not written it), or the shared disk shows the files of "
+        f"other nodes later than that ({'; '.join(problems[:3])})",
+        problems=problems,
+        hint="put the directory on a file system that all nodes share; where it is one, set CWTRAIN_HOTLOAD_FILES_WAIT "
+        "above the seconds of its attribute cache (NFS: acdirmax), or mount it with a shorter one",
+    )
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return a few names, with the right verb behind them."""
+    few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{few} {'is' if len(names) == 1 else 'are'}"
 
 
 def _count(index: Mapping[str, object]) -> int:
