@@ -32,7 +32,7 @@ TABLE = {
     "gateway create": {"--file": ..., "--wait": False, "--timeout": 600.0},
     "gateway get": {},
     "gateway list": {},
-    "gateway delete": {"--wait": False, "--timeout": 600.0},
+    "gateway delete": {"--wait": False, "--timeout": 600.0, "--ignore-not-found": False},
     "gateway parameters": {},
     "hotload inspect": {"--previous-identity": None, "--verify": False, "--base": None},
     "hotload publish": {

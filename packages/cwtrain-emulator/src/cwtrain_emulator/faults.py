@@ -7,6 +7,7 @@ in the order in which they were added; the first one that ends a request is the 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import re
@@ -33,6 +34,7 @@ TARGETS = ("api", "endpoint", "store", "replica", "directory")
 
 _COUNT = 1 << 40
 _SECONDS = 86_400.0
+_LOOK_SECONDS = 0.05
 _HTTP = ("api", "endpoint", "store")
 
 
@@ -81,6 +83,12 @@ KINDS: dict[str, FaultKind] = {
     "latency": FaultKind(
         _HTTP,
         "waits before the request is looked at",
+        {"seconds": Option(float, required=True, most=_SECONDS, help="how long")},
+        ends=False,
+    ),
+    "hold": FaultKind(
+        _HTTP,
+        "does what was asked, and holds the answer back, until the fault is cleared at the latest",
         {"seconds": Option(float, required=True, most=_SECONDS, help="how long")},
         ends=False,
     ),
@@ -368,6 +376,13 @@ class FaultBook:
             self._rules = [rule for rule in self._rules if rule.id not in gone]
         self.on_cleared(gone)
         return gone
+
+    async def held(self, fault: Fault) -> None:
+        """Return when an answer has been held back long enough, or when its rule is gone."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + fault["seconds"]
+        while (left := end - loop.time()) > 0 and self.get(fault.id) is not None:
+            await asyncio.sleep(min(left, _LOOK_SECONDS))
 
     def take(self, target: str, **subject: Any) -> list[Fault]:
         """Return the rules that strike a request, in order, and count it."""

@@ -86,11 +86,14 @@ class Faulty:
             await self._app(scope, receive, send)
             return
         cut: _Cut | None = None
+        answer = send
         for fault in self._book.take(target, method=scope["method"], path=scope["path"]):
             if fault.kind == "latency":
                 await asyncio.sleep(fault["seconds"])
+            elif fault.kind == "hold":
+                answer = _Held(answer, receive, self._book, fault)
             elif fault.kind == "cut":
-                cut = _Cut(send, scope, fault["bytes"])
+                answer = cut = _Cut(answer, scope, fault["bytes"])
             elif fault.kind == "drop":
                 await _read_all(receive)
                 _hang_up(scope)
@@ -100,9 +103,29 @@ class Faulty:
                 await _read_all(receive)
                 await _answer(send, target, fault)
                 return
-        await self._app(scope, receive, send if cut is None else cut)
+        await self._app(scope, receive, answer)
         if cut is not None and cut.over:
             await _disconnected(receive)
+
+
+class _Held:
+    """Sends an answer after a while; there is no while for a caller that has gone."""
+
+    def __init__(self, send: Send, receive: Receive, book: FaultBook, fault: Fault) -> None:
+        self._send = send
+        self._receive = receive
+        self._book = book
+        self._fault: Fault | None = fault
+
+    async def __call__(self, message: Message) -> None:
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            waits = [asyncio.ensure_future(self._book.held(fault)), asyncio.ensure_future(_disconnected(self._receive))]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        await self._send(message)
 
 
 class _Cut:

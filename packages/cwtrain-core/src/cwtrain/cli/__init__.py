@@ -36,10 +36,10 @@ def _main(words: list[str]) -> int:
         with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm():
             code = root.main(words, prog_name="cwtrain", standalone_mode=False, obj=given)
             _flush()
-    except (KeyboardInterrupt, click.Abort):
-        return _interrupted(given, INTERRUPTED, "interrupted")
-    except Terminated:
-        return _interrupted(given, TERMINATED, "terminated")
+    except (KeyboardInterrupt, click.Abort) as stop:
+        return _interrupted(given, stop, INTERRUPTED, "interrupted")
+    except Terminated as stop:
+        return _interrupted(given, stop, TERMINATED, "terminated")
     except BrokenPipeError:  # whoever read standard output has gone, and needs no message
         return FAILED
     except Exception as exc:  # noqa: BLE001 - the one broad except of the command line
@@ -57,9 +57,16 @@ def _flush() -> None:
             sys.stdout.flush()
 
 
-def _interrupted(given: GlobalOptions, code: int, word: str) -> int:
-    say("\n".join([word, *(f"  {text}" for text in given.running)]))
+def _interrupted(given: GlobalOptions, stop: BaseException, code: int, word: str) -> int:
+    """Say what goes on: what was known where the interrupt arrived, else what the command said of itself before."""
+    known = _notes(stop)
+    say("\n".join([word, *(f"  {text}" for text in known or given.running)]))
     return code
+
+
+def _notes(stop: BaseException) -> list[str]:
+    """Return the notes of an interrupt, and of what it was made from: click makes an ``Abort`` of Ctrl-C."""
+    return [note for one in (stop, stop.__cause__) for note in getattr(one, "__notes__", ())]
 
 
 def _errors_format(words: Sequence[str]) -> str:

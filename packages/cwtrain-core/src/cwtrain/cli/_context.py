@@ -85,9 +85,9 @@ class Context:
         watch(self.running)
         return HotLoader(client, deployment_id=deployment_id)
 
-    def still_running(self, text: str) -> None:
-        """Note what goes on at the service should this process be stopped from now on."""
-        self.running[:] = [text]
+    def still_running(self, *texts: str) -> None:
+        """Note what goes on at the service should this process be stopped from now on, and what to do about it."""
+        self.running[:] = texts
 
     def all_done(self) -> None:
         """Note that nothing goes on."""

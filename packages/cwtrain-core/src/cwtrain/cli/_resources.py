@@ -64,7 +64,8 @@ def create_resource(
         exc.add_note(maybe)
         raise
     stays = f"{what} {created.id} {costs} until you delete it: cwtrain {what} delete {created.id}"
-    ctx.still_running(stays)
+    goes_on = f"{what} {created.id} is being made; look with: cwtrain {what} get {created.id}"
+    ctx.still_running(goes_on, stays)
     return created, stays
 
 
@@ -95,7 +96,8 @@ def delete_resource(
     ignore_not_found: bool,
 ) -> None:
     """Delete and print ``{id, result}``; without ``ignore_not_found`` there being nothing to delete is an error."""
-    ctx.still_running(f"{what} {resource_id} may be going away; see: cwtrain {what} get {resource_id}")
+    again = f"cwtrain {what} delete {resource_id} --wait --ignore-not-found"
+    ctx.still_running(f"{what} {resource_id} may be going away; see it through with: {again}")
     try:
         if wait:
             result = "deleted" if delete_and_wait() else "not_found"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cwtrain.events import HotLoadProgressed, HotLoadRequested, WeightSyncEvent
+from cwtrain.hotload.operations import goes_on
 from cwtrain.models.service import HotLoadState
 from cwtrain.plugins import get_plugins, hookimpl
 
@@ -20,10 +21,10 @@ class _Watch:
         """Note the hot-load that was asked for, and forget it when it has ended."""
         match event:
             case HotLoadRequested(hot_load_id=hot_load_id):
-                self._running[:] = [_goes_on(hot_load_id)]
+                self._running[:] = [goes_on(hot_load_id)]
             case HotLoadProgressed(hot_load_id=hot_load_id, state=state, waiting_on=None):
                 ended = state in HotLoadState.__members__ and HotLoadState[state].terminal
-                self._running[:] = [] if ended else [_goes_on(hot_load_id)]
+                self._running[:] = [] if ended else [goes_on(hot_load_id)]
             case _:
                 pass
 
@@ -33,7 +34,3 @@ def watch(running: list[str]) -> None:
     plugins = get_plugins()
     plugins.unregister(_NAME)
     plugins.register(_Watch(running), name=_NAME)
-
-
-def _goes_on(hot_load_id: str) -> str:
-    return f"hot-load {hot_load_id} goes on; follow it with: cwtrain hotload wait {hot_load_id}"

@@ -150,6 +150,7 @@ def update(ctx: Context, deployment_id: str, file: str | None, disabled: bool | 
             spec = dict(client.get_deployment(deployment_id).raw.get("spec") or {})
         if disabled is not None:
             spec["disabled"] = disabled
+        ctx.still_running(f"deployment {deployment_id} may be changed; see: cwtrain deployment get {deployment_id}")
         changed = client.update_deployment(deployment_id, spec)
         _print(ctx, changed, _endpoints(client, changed))
 

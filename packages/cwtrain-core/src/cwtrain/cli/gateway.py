@@ -75,9 +75,10 @@ def list_(ctx: Context) -> None:
 @click.argument("gateway_id", metavar="ID", type=TEXT)
 @wait_option("Wait until it is gone; one that deployments still use is tried again until the timeout.")
 @timeout_option(600, "Seconds to wait with --wait.")
+@click.option("--ignore-not-found", is_flag=True, help="Succeed when there is no such gateway.")
 @pass_context
-def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float) -> None:
-    """Delete a gateway and print {id, result}: deleting, or deleted with --wait."""
+def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float, ignore_not_found: bool) -> None:
+    """Delete a gateway and print {id, result}: deleting, deleted (with --wait) or not_found."""
     from cwtrain.infra import lifecycle
 
     with ctx.client() as client:
@@ -90,7 +91,7 @@ def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float) -> None:
                 client, gateway_id, timeout=timeout, on_progress=status_lines(ctx, "gateway", gateway_id)
             ),
             wait=wait,
-            ignore_not_found=False,
+            ignore_not_found=ignore_not_found,
         )
 
 

@@ -156,6 +156,7 @@ def trigger(
 ) -> None:
     """Hot-load a snapshot that is in the bucket, and print the hot-load."""
     with ctx.client() as client, _progress(ctx) as on_progress:
+        ctx.still_running(_RESUMES)
         done = ctx.loader(client, deployment_id).trigger(
             identity,
             previous_identity=previous_identity,
@@ -176,10 +177,12 @@ def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
 
     With --output jsonl there is a line for each change; the last is the result.
     """
+    from cwtrain.hotload.operations import goes_on
+
     with ctx.client() as client:
+        ctx.still_running(goes_on(hot_load_id))
         deployment_id = client.get_hot_load(hot_load_id).spec.deployment_id
         loader = ctx.loader(client, deployment_id)
-        ctx.still_running(f"hot-load {hot_load_id} goes on; follow it with: cwtrain hotload wait {hot_load_id}")
         with _progress(ctx, stream=ctx.out.streams) as on_progress:
             done = loader.wait(hot_load_id, timeout=timeout, on_progress=on_progress)
     _print(ctx, done)
@@ -210,6 +213,7 @@ def cancel(ctx: Context, hot_load_id: str) -> None:
     The service does not offer this today, and says so.
     """
     with ctx.client() as client:
+        ctx.still_running(f"hot-load {hot_load_id} may be canceled; see: cwtrain hotload status {hot_load_id}")
         canceled = client.cancel_hot_load(hot_load_id)
     _print(ctx, canceled)
 
@@ -239,6 +243,7 @@ def rollback(ctx: Context, deployment_id: str, identity: str, wait: bool, timeou
     A new hot-load of the same snapshot is asked for, and printed.
     """
     with ctx.client() as client, _progress(ctx) as on_progress:
+        ctx.still_running(_RESUMES)
         done = ctx.loader(client, deployment_id).rollback(identity, wait=wait, timeout=timeout, on_progress=on_progress)
     _print(ctx, done)
 

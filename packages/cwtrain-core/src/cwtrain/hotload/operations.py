@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cwtrain.infra.client import InferenceClient
     from cwtrain.plugins import Plugins
 
-__all__ = ["HotLoadOperations", "ServedReport", "warn_about_stragglers"]
+__all__ = ["HotLoadOperations", "ServedReport", "goes_on", "warn_about_stragglers"]
 
 _Seen: TypeAlias = "tuple[HotLoad, tuple[HotLoadReplica, ...]]"
 
@@ -82,8 +82,30 @@ class HotLoadOperations:
         ``known`` are the deployment's hot-loads, newest first, where the caller has just listed them.
         """
         deadline = Deadline(timeout, self.clock)
-        hot_load = self._request(work, deadline, on_progress, known)
-        accepted = deadline.spent()
+        asked: list[str] = []
+        try:
+            hot_load = self._accepted(work, deadline, on_progress, known, asked)
+            accepted = deadline.spent()
+            if wait:
+                hot_load = self.follow(hot_load.id, deadline=deadline, on_progress=on_progress, known=hot_load)
+        except BaseException as stop:
+            # An interrupt. The id is ours, so it can be named although the service may not have answered yet.
+            if asked and not isinstance(stop, Exception):
+                stop.add_note(goes_on(asked[0], sure=False))
+            raise
+        return attrs.evolve(hot_load, timings={**hot_load.timings, "accept_seconds": accepted})
+
+    def _accepted(
+        self,
+        work: Work,
+        deadline: Deadline,
+        on_progress: OnProgress | None,
+        known: Sequence[HotLoad] | None,
+        asked: list[str],
+    ) -> HotLoad:
+        """Return the hot-load that does ``work``, once the service has taken it; ``asked`` gets the id before that."""
+        hot_load = self._request(work, deadline, on_progress, known, asked)
+        asked[:] = [hot_load.id]
         _log.info(
             "hot-load %s: %s %s on %s, prompt cache policy %s",
             hot_load.id,
@@ -100,12 +122,15 @@ class HotLoadOperations:
                 run_id=self.run_id,
             )
         )
-        if wait:
-            hot_load = self.follow(hot_load.id, deadline=deadline, on_progress=on_progress, known=hot_load)
-        return attrs.evolve(hot_load, timings={**hot_load.timings, "accept_seconds": accepted})
+        return hot_load
 
     def _request(
-        self, work: Work, deadline: Deadline, on_progress: OnProgress | None, known: Sequence[HotLoad] | None
+        self,
+        work: Work,
+        deadline: Deadline,
+        on_progress: OnProgress | None,
+        known: Sequence[HotLoad] | None,
+        asked: list[str],
     ) -> HotLoad:
         hot_load_id: str | None = None
         while True:
@@ -124,6 +149,7 @@ class HotLoadOperations:
                     return unfinished
                 if unfinished is not None:
                     self.wait_for_other(unfinished, deadline=deadline, on_progress=on_progress)
+                asked[:] = [hot_load_id]
                 return client.create_hot_load(
                     self.deployment_id,
                     work.identity,
@@ -133,6 +159,7 @@ class HotLoadOperations:
                     hot_load_id=hot_load_id,
                 )
             except HotLoadInProgressError as error:
+                asked.clear()  # refused: nothing of ours was taken
                 if not deadline.left():
                     raise _not_accepted(work, hot_load_id, deadline, error) from error
                 if listed is not None:
@@ -310,6 +337,12 @@ class _Teller:
             elapsed=self._owner.clock() - self._began,
             problem=problem,
         )
+
+
+def goes_on(hot_load_id: str, *, sure: bool = True) -> str:
+    """Return what to tell who stops while the service works on a hot-load; not ``sure``: it may not have taken it."""
+    does = "goes on" if sure else "may go on at the service"
+    return f"hot-load {hot_load_id} {does}; follow it with: cwtrain hotload wait {hot_load_id}"
 
 
 def _in_words(seen: _Seen) -> str:

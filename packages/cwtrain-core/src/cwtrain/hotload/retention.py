@@ -18,7 +18,6 @@ from __future__ import annotations
 import datetime as dt
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any
 
@@ -32,6 +31,7 @@ from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.snapshots._json import parse_json
 from cwtrain.snapshots.manifest import parse_manifest
 from cwtrain.storage import Location, ObjectInfo, ObjectStore
+from cwtrain.storage._crew import each
 from cwtrain.storage._open_uploads import abort_quietly
 
 __all__ = ["Doomed", "RetentionPlan", "delete_snapshots", "plan_retention", "sharing"]
@@ -332,19 +332,19 @@ def delete_snapshots(
 
     What was interrupted is gone on with by the next run. Raises StorageAccessError naming s3:DeleteObject.
     """
-    with ThreadPoolExecutor(max(1, min(_THREADS, store.max_connections)), thread_name_prefix="cwtrain-gc") as pool:
-        for one in doomed:
-            last = {location.manifest_key(one.identity), location.claim_key(one.identity)}
-            index = location.key(one.identity, INDEX_NAME)
-            if index in one.keys:
-                store.delete(index)
-            _abort_uploads(store, location, one.identity)
-            list(pool.map(store.delete, [key for key in one.keys if key != index and key not in last]))
-            for key in one.keys:
-                if key in last:
-                    store.delete(key)
-            if on_deleted is not None:
-                on_deleted(one)
+    threads = max(1, min(_THREADS, store.max_connections))
+    for one in doomed:
+        last = {location.manifest_key(one.identity), location.claim_key(one.identity)}
+        index = location.key(one.identity, INDEX_NAME)
+        if index in one.keys:
+            store.delete(index)
+        _abort_uploads(store, location, one.identity)
+        each(store.delete, [key for key in one.keys if key != index and key not in last], threads=threads)
+        for key in one.keys:
+            if key in last:
+                store.delete(key)
+        if on_deleted is not None:
+            on_deleted(one)
 
 
 def _abort_uploads(store: ObjectStore, location: Location, identity: str) -> None:

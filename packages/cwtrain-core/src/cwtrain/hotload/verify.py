@@ -6,7 +6,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -15,6 +14,7 @@ from cwtrain.errors import StorageNotFoundError
 from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.snapshots.manifest import parse_manifest
 from cwtrain.storage import Location, ObjectStore
+from cwtrain.storage._crew import each
 
 __all__ = ["VerifyReport", "verify_snapshot"]
 
@@ -86,8 +86,7 @@ def verify_snapshot(
             return _Checked(problems=(f"{key}: is gone",))
         return _check_object(store, key, objects[name], checksums, on_progress)
 
-    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="cwtrain-verify") as pool:
-        results = list(pool.map(check, sorted(objects)))
+    results = each(check, sorted(objects), threads=max(1, workers))
     seen = {tensor for result in results for tensor in result.tensors}
     missing = sorted(set(checksums) - seen)
     if missing and not any(result.problems for result in results):

@@ -52,6 +52,7 @@ from cwtrain.snapshots.checkpoint import open_checkpoint
 from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
+from cwtrain.storage._crew import was_interrupted
 from cwtrain.storage.stream import StreamSizes, StreamUpload
 
 __all__ = ["ShardReceipt", "SnapshotWriter", "WrittenSnapshot", "new_upload_id"]
@@ -285,6 +286,8 @@ class SnapshotWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort unless the snapshot was finalised, or committed."""
+        if error is not None and was_interrupted(error) and not self._done:
+            self._fail(error)
         self.abort()
 
     # -- inside ----------------------------------------------------------------------------------------------------

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from cwtrain.storage._source import SendingStopped
 
-__all__ = ["Crew", "run_all"]
+__all__ = ["INTERRUPTED_SECONDS", "Crew", "each", "run_all", "was_interrupted"]
 
 Task = Callable[[], None]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+INTERRUPTED_SECONDS = 0.75
+"""What each step of giving up may take after a Ctrl-C or SIGTERM: who gives one does not want to wait."""
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Return whether ``error`` is no error but somebody who wants an end, now."""
+    return isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 class Crew:
@@ -42,8 +55,8 @@ class Crew:
     def run(self, pick: Callable[[], Task | None], *, most: int | None = None) -> None:
         """Run the tasks that ``pick`` gives until it gives none while no task runs; ``most`` bounds the threads.
 
-        Raises the first error. Tasks that cannot be stopped within the grace time are left behind, in threads that do
-        not keep the process alive.
+        Raises the first error. Tasks that cannot be stopped within the grace time, which is short after an interrupt,
+        are left behind, in threads that do not keep the process alive.
         """
         self._finished = False
         count = max(1, min(self.workers, self.workers if most is None else most))
@@ -59,7 +72,9 @@ class Crew:
         except BaseException as error:  # noqa: BLE001  (raised below, when the threads have stopped)
             self.fail(error)
         if self.stopped.is_set():
-            self._wait(self._grace_seconds, lambda: not self._active)
+            interrupted = was_interrupted(self._error)
+            grace = min(self._grace_seconds, INTERRUPTED_SECONDS) if interrupted else self._grace_seconds
+            self._wait(grace, lambda: not self._active)
         if self._error is not None:
             raise self._error
         for thread in threads:
@@ -107,6 +122,25 @@ class Crew:
                 else:
                     self.changed.wait()
         return None
+
+
+def each(work: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int) -> list[_Result]:
+    """Return ``work(item)`` of each item, in order, made by several threads. Raises the first error.
+
+    Unlike an executor's, the threads do not keep the caller, or the process, when a Ctrl-C finds them in a request.
+    """
+    results: dict[int, _Result] = {}
+    left = deque(enumerate(items))
+
+    def task(number: int, item: _Item) -> None:
+        results[number] = work(item)
+
+    def pick() -> Task | None:
+        return partial(task, *left.popleft()) if left else None
+
+    if items:
+        Crew(threads).run(pick, most=len(items))
+    return [results[number] for number in range(len(items))]
 
 
 def run_all(tasks: Sequence[Task], *, threads: int, seconds: float) -> bool:

@@ -17,7 +17,7 @@ import attrs
 from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._buffers import Buffers
-from cwtrain.storage._crew import Crew, run_all
+from cwtrain.storage._crew import INTERRUPTED_SECONDS, Crew, run_all, was_interrupted
 from cwtrain.storage._learned import PUT, learned_of
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
@@ -117,8 +117,8 @@ class Sender:
         self._waiting.extend(transfers)
         try:
             self._crew.run(self._pick, most=sum(transfer.source.parts for transfer in transfers))
-        except BaseException:
-            self._give_up(transfers)
+        except BaseException as error:
+            self._give_up(transfers, INTERRUPTED_SECONDS if was_interrupted(error) else _ABORT_SECONDS)
             raise
         finally:
             for transfer in transfers:
@@ -258,7 +258,7 @@ class Sender:
     def _metadata(self, transfer: _Transfer) -> dict[str, str]:
         return {SHA256_KEY: self.digests[transfer.file.name].sha256}
 
-    def _give_up(self, transfers: Sequence[_Transfer]) -> None:
+    def _give_up(self, transfers: Sequence[_Transfer], seconds: float) -> None:
         """Abort whatever is open. What cannot be aborted in time is logged, and recorded for the next upload."""
         with self._crew.changed:
             self._waiting.clear()
@@ -267,10 +267,10 @@ class Sender:
                 transfer.given_up = True
             left = [transfer for transfer in transfers if transfer.upload_id is not None]
         tasks = [partial(self._abort, transfer) for transfer in left]
-        if not run_all(tasks, threads=self._crew.workers, seconds=_ABORT_SECONDS):
+        if not run_all(tasks, threads=self._crew.workers, seconds=seconds):
             _log.warning(
-                "not all open multipart uploads could be aborted in %.0f s: %s",
-                _ABORT_SECONDS,
+                "not all open multipart uploads could be aborted in %g s, the next upload does it: %s",
+                seconds,
                 ", ".join(f"{transfer.upload_id} of {transfer.key}" for transfer in left),
             )
 

@@ -25,7 +25,7 @@ from functools import partial
 
 from cwtrain.errors import SnapshotConflictError, StorageError
 from cwtrain.storage._buffers import fresh
-from cwtrain.storage._crew import run_all
+from cwtrain.storage._crew import INTERRUPTED_SECONDS, run_all, was_interrupted
 from cwtrain.storage._hands import Hands
 from cwtrain.storage._learned import PARTS, PUT, learned_of
 from cwtrain.storage._memory_body import MemoryBody
@@ -166,9 +166,12 @@ class StreamUpload:
         self._hands.fail(error)
         for one in self._objects:
             one.given_up = True
-        self._hands.close(_GRACE_SECONDS)
+        grace, most = _GRACE_SECONDS, _ABORT_SECONDS
+        if was_interrupted(error):
+            grace = most = INTERRUPTED_SECONDS
+        self._hands.close(grace)
         left = [one for one in self._objects if one.upload_id is not None]
-        run_all([partial(self._abort, one) for one in left], threads=4, seconds=_ABORT_SECONDS)
+        run_all([partial(self._abort, one) for one in left], threads=4, seconds=most)
         self._record.close()
         self._free.clear()
 

@@ -138,6 +138,9 @@ class StoreProxy:
                 if status >= 200:
                     break
                 client[1].write(answer.raw)
+            for fault in struck:
+                if fault.kind == "hold":
+                    await self._book.held(fault)
             if status == 200 and call.writes in ("object", "whole"):
                 self._written.note(call.key)
             empty = call.method == "HEAD" or status in (204, 304)
