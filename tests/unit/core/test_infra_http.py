@@ -144,6 +144,7 @@ def test_connections_are_reused_and_shared_by_threads_and_views():
     with ScriptedServer([FOUND]) as server, client(server.url) as api, ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda n: api.within(5).get_deployment("d-1").id, range(20)))
         assert found == ["d-1"] * 20
+        os.environ["COREWEAVE_API_TOKEN"] = "token"
         assert pickle.loads(pickle.dumps(api)).get_deployment("d-1").id == "d-1"
 
 
@@ -260,6 +261,7 @@ def test_ways_to_trust_a_test_server(https, certificate, how):
         os.environ.pop("SSL_CERT_FILE", None)
         os.environ.pop("CWTRAIN_API_INSECURE", None)
         assert api.get_deployment("d-1").id == "d-1"
+        os.environ["COREWEAVE_API_TOKEN"] = "token"
         with pickle.loads(pickle.dumps(api)) as again:
             assert again.get_deployment("d-1").id == "d-1"
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from pathlib import Path
 
@@ -233,6 +234,8 @@ def test_keys_are_never_shown() -> None:
     assert config.current_api_key() == KEY
     assert KEY not in repr(config)
     assert config.without_key(f"bad key {KEY}!") == "bad key ***!"
+    assert KEY.encode() not in pickle.dumps(config)
+    os.environ["CWTRAIN_ROLLOUT_API_KEY"] = KEY
     assert pickle.loads(pickle.dumps(config)) == config
 
 

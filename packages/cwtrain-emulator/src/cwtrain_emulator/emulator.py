@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 if TYPE_CHECKING:
     from cwtrain_emulator.control_client import Control
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["Emulator", "EmulatorError"]
 
 _STOP_SECONDS = 15.0
+_HERE: weakref.WeakSet[Emulator] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for emulator in list(_HERE):
+        emulator._leave()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class EmulatorError(RuntimeError):
@@ -35,6 +45,9 @@ class Emulator:
     stopped. `slots`, `queue`, `tokens_per_second` and `retry_after` are each replica's capacity. `port` 0 takes a free
     port. `extra_args` go to the command as they are. The processes end with this one, however it ends. Not to be
     started twice at once; after `stop` it can be started again.
+
+    In a forked process it says where it is and lets itself be controlled, but starts and ends nothing. It does not
+    pickle: give another process `env`.
     """
 
     def __init__(
@@ -72,9 +85,18 @@ class Emulator:
         self._temporary: Path | None = None
         self._log: IO[bytes] | None = None
         self._values: dict[str, Any] = {}
+        self._owner = os.getpid()
+        _HERE.add(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "an Emulator stays in the process that started it and cannot be pickled: give the other process "
+            "emulator.env (a dict of variables), or emulator.control"
+        )
 
     def start(self) -> Emulator:
         """Start it and return when everything answers. Raises EmulatorError."""
+        self._check_process()
         if self._process is not None:
             raise EmulatorError("the emulator is running already")
         if self._state_dir is None and self._temporary is None:
@@ -102,7 +124,12 @@ class Emulator:
         return self
 
     def stop(self) -> None:
-        """End all its processes, and delete what was temporary. Does nothing when it is not running."""
+        """End all its processes, and delete what was temporary.
+
+        Does nothing when it is not running, and in a forked process.
+        """
+        if self._owner != os.getpid():
+            return
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
@@ -124,6 +151,7 @@ class Emulator:
 
     def kill(self) -> None:
         """Kill the service, as a crash would; its children end with it. `start` then goes on with the same state."""
+        self._check_process()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -210,6 +238,19 @@ class Emulator:
     def env(self) -> dict[str, str]:
         """Every variable that a client of this emulator exports: API, token, store, keys, region."""
         return dict(self._value("env"))
+
+    def _check_process(self) -> None:
+        if self._owner != os.getpid():
+            raise EmulatorError(
+                f"this emulator belongs to process {self._owner}, and this is process {os.getpid()}, forked from it: "
+                "start and end it there, or make another Emulator here"
+            )
+
+    def _leave(self) -> None:
+        """Let go of a forked process's copy of the pipe by whose end the service knows that its owner has ended."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self._process.stdin.fileno(), inheritable=False)
 
     def _value(self, name: str) -> Any:
         if self._process is None:

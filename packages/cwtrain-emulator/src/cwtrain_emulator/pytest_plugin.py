@@ -6,11 +6,12 @@ Nothing starts, and nothing heavy is imported, before a test asks for a fixture.
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,10 +28,24 @@ _READY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Bucket:
-    """The emulator's bucket: its name, and a boto3 S3 client with the trainer's key (path style)."""
+    """The emulator's bucket: its name, and a boto3 S3 client with the trainer's key (path style).
+
+    It pickles, and works in forked processes: each process has a client of its own.
+    """
 
     name: str
-    client: Any
+    _options: Mapping[str, Any] = field(repr=False)
+    _clients: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def client(self) -> Any:
+        """The client of this process."""
+        if os.getpid() not in self._clients:
+            self._clients[os.getpid()] = _s3_client(self._options)
+        return self._clients[os.getpid()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bucket, (self.name, self._options)
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,18 @@ def emulator() -> Iterator[Emulator]:
 @pytest.fixture
 def bucket(emulator: Emulator) -> Bucket:
     """Give the emulator's bucket with a client."""
+    return Bucket(
+        emulator.bucket,
+        {
+            "endpoint_url": emulator.s3_endpoint,
+            "aws_access_key_id": emulator.access_key_id,
+            "aws_secret_access_key": emulator.secret_access_key,
+            "region_name": emulator.region,
+        },
+    )
+
+
+def _s3_client(options: Mapping[str, Any]) -> Any:
     import boto3
     from botocore.config import Config
 
@@ -76,15 +103,7 @@ def bucket(emulator: Emulator) -> Bucket:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    client = boto3.client(
-        "s3",
-        endpoint_url=emulator.s3_endpoint,
-        aws_access_key_id=emulator.access_key_id,
-        aws_secret_access_key=emulator.secret_access_key,
-        region_name=emulator.region,
-        config=config,
-    )
-    return Bucket(emulator.bucket, client)
+    return boto3.Session().client("s3", config=config, **options)
 
 
 @pytest.fixture

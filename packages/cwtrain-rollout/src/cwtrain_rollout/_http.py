@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 import aiohttp
 import attrs
 
+from cwtrain._process import renew_after_fork
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply
 
@@ -52,6 +53,12 @@ class HttpTransport:
         self._timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=_CONNECT_TIMEOUT)
         self._open: dict[asyncio.AbstractEventLoop, _Open] = {}
         self._lock = threading.Lock()
+        renew_after_fork(self, HttpTransport._leave)
+
+    def _leave(self) -> object:
+        """Forget the sessions of another process's event loops."""
+        left, self._open, self._lock = self._open, {}, threading.Lock()
+        return left
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Return the answer to one POST; a connection that was dead when it was used is not the end."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import attrs
 
+from cwtrain._process import renew_after_fork
 from cwtrain_rollout.gate import Gate
 from cwtrain_rollout.window import Window
 
@@ -60,6 +61,16 @@ class Admission:
     """Those who wait for room: training first, evaluation behind it."""
     _at_gate: list[_Waiter] = attrs.field(factory=list)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def __attrs_post_init__(self) -> None:
+        renew_after_fork(self, Admission._leave)
+
+    def _leave(self) -> object:
+        """Forget who is on the way and who waits: they are in another process."""
+        left = self._lines, self._at_gate
+        self._lines, self._at_gate, self._lock = (deque(), deque()), [], threading.Lock()
+        self.gate, self.in_flight = Gate(), 0
+        return left
 
     async def acquire(self, weight: int, *, evaluation: bool = False) -> None:
         """Wait for room for ``weight`` choices and take it. First come, first served, but evaluation comes last.

@@ -59,7 +59,7 @@ class ChatAnswer:
 
 
 class ChatSampler:
-    """Asks a ``/chat/completions`` endpoint; every answer is a request of its own.
+    """Asks a ``/chat/completions`` endpoint; every answer is a request of its own. It pickles as a ``Sampler`` does.
 
     Refusals and bad answers are waited out as the sampler does it. ``sample`` refuses: an endpoint without
     ``/completions`` takes no token ids and gives neither ids nor log-probs of what it sampled.
@@ -74,12 +74,20 @@ class ChatSampler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
+        self._given = transport
         self._transport = transport if transport is not None else HttpTransport(config, path="chat/completions")
         fixed = config.fixed_concurrency
         window = FixedWindow(fixed) if fixed else AdaptiveWindow(maximum=config.concurrency_max)
         self._admission = Admission(window, clock, sleep)
         self._clock, self._sleep = clock, sleep
         self._rng = random.Random(secrets.randbits(64))  # noqa: S311 - jitter
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs: it opens its own connections."""
+        return {"config": self.config, "transport": self._given}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     async def chat(
         self,

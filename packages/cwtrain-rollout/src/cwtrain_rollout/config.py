@@ -7,13 +7,13 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 import attrs
 
 from cwtrain.config._env import boolean, env, env_vars, load, positive_seconds, whole_number
-from cwtrain.config.api import clean_token
+from cwtrain.config.api import TOKEN_VARIABLES, clean_token
 from cwtrain.errors import ConfigError
 
 __all__ = ["RolloutConfig"]
@@ -21,6 +21,8 @@ __all__ = ["RolloutConfig"]
 log = logging.getLogger("cwtrain.rollout")
 
 PREFIX = "CWTRAIN_ROLLOUT_"
+_KEY_VARIABLES = (f"{PREFIX}API_KEY", *TOKEN_VARIABLES, "WANDB_API_KEY")
+"""Where a key comes from: its own setting, or what a backend takes for it."""
 _KEYS: dict[str, tuple[tuple[int, int, int], str | None]] = {}
 """What key files held when they were last read, and how they looked then."""
 _LOGPROB_READERS = ("use_tis", "use_rollout_logprobs", "get_mismatch_metrics")
@@ -115,9 +117,12 @@ def _read_key(path: str) -> str | None:
     return clean_token(text)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class RolloutConfig:
-    """Where rollouts are sampled and how patient the sampler is. Keys are never shown.
+    """Where rollouts are sampled and how patient the sampler is. Keys are never shown, and not pickled.
+
+    A pickle names the variable that the key came from; where that is not set, or the key was given as an argument,
+    ``CWTRAIN_ROLLOUT_API_KEY`` is read where it is unpickled. A key that is in none is missed by the first request.
 
     ``RolloutConfig(base_url=..., model=...)`` checks its arguments one by one; ``from_env`` reports all problems at
     once, each with its variable's name.
@@ -273,6 +278,36 @@ class RolloutConfig:
         metadata=env(f"{PREFIX}RECORD", help="file that every request and answer is appended to, without secrets"),
     )
 
+    _key_left_out: ClassVar[str] = ""
+    """The variables that the key of a pickled configuration was looked for in, without success."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy in the same process is no pickle: it keeps the secrets
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the key, and which variable of the environment has it."""
+        state = {**self.__dict__, "api_key": None}
+        key = self.api_key
+        if key is not None:
+            found = [name for name in _KEY_VARIABLES if (os.environ.get(name) or "").strip() == key]
+            state["_key_left_out"] = " ".join(dict.fromkeys([*found, _KEY_VARIABLES[0]]))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the key from this process's environment."""
+        for name in state.get("_key_left_out", "").split():
+            try:
+                key = clean_token(os.environ.get(name))
+            except ConfigError:  # no key: it is missed by the first request
+                continue
+            if key is not None:
+                state = {**state, "api_key": key, "_key_left_out": ""}
+                break
+        self.__dict__.update(state)
+
     def __attrs_post_init__(self) -> None:
         problems = []
         if self.api_key and self.api_key_file:
@@ -341,6 +376,13 @@ class RolloutConfig:
     def current_api_key(self) -> str | None:
         """Return the key to send now: from the file where there is one, read again when that changed."""
         if self.api_key_file is None:
+            if self._key_left_out and self.api_key is None:
+                raise ConfigError(
+                    f"the key for {self.base_url} is not known here: a pickled configuration holds none, and this "
+                    f"process has no {' and no '.join(self._key_left_out.split())}",
+                    hint="set it where the sampler is unpickled, or give the key in a file (api_key_file), which that "
+                    "process can read",
+                )
             return self.api_key
         try:
             found = os.stat(self.api_key_file)

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from cwtrain._process import renew_locks_after_fork
 from cwtrain.errors import ConfigError
 from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply, Transport
 
@@ -46,6 +47,7 @@ class Recorder:
     ) -> None:
         self._inner, self._path, self._hide = inner, Path(path), hide
         self._lock = threading.Lock()
+        renew_locks_after_fork(self, "_lock")
         try:
             with self._path.open("ab"):
                 pass

@@ -11,6 +11,7 @@ from typing import Self
 
 import attrs
 
+from cwtrain._process import OneProcess
 from cwtrain.errors import ConfigError
 from cwtrain.events import RolloutBatchCompleted
 from cwtrain_rollout._engine import Engine
@@ -53,7 +54,7 @@ def _checked(groups: Iterable[Group], sampling: SamplingParams) -> list[Group]:
     return found
 
 
-class Rollout:
+class Rollout(OneProcess):
     """Groups in flight. An async context manager, and an async iterator of groups as they finish.
 
         async with sampler.rollout(groups, sampling, partial=True) as rollout:
@@ -64,6 +65,8 @@ class Rollout:
 
     Leaving the context ends everything that still runs, and waits for it.
     """
+
+    _instead = "sample there: the sampler pickles, and works in a forked process"
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class Rollout:
     # The context and the iterator --------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        self._check_process()
         if self._runs:
             engine, options = self._engine, self._options
             if engine.served is not None:

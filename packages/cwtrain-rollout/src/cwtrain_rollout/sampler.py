@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from cwtrain._process import renew_after_fork
 from cwtrain.errors import ConfigError
 from cwtrain_rollout._engine import Engine
 from cwtrain_rollout.admission import Admission
@@ -39,7 +40,8 @@ log = logging.getLogger("cwtrain.rollout")
 class Sampler:
     """Samples groups of prompts from an OpenAI-compatible ``/completions`` endpoint.
 
-    One object serves several event loops and threads, and pickles. ``totals`` counts what it did.
+    One object serves several event loops and threads, and the processes that fork from this one. It pickles without
+    the key: the process that unpickles it reads that from its own environment. ``totals`` counts what it did here.
 
         sampler = Sampler(RolloutConfig.from_env())
         groups = sampler.sample_groups([Group(prompt=[1, 2, 3], n=8)], SamplingParams(max_tokens=64))
@@ -74,6 +76,7 @@ class Sampler:
         self.config = config
         self.totals = SamplerTotals()
         self._name, self._tokenise, self._on_drop, self._plugins = name, tokenise, on_drop, plugins
+        self._client, self._served, self._transport = client, served, transport
         if served is None and (source := _source(config, client)) is not None:
             served = ServedWeights(source, poll=config.poll, patience=config.deadline, clock=clock, sleep=sleep)
         self._engine = Engine(
@@ -91,6 +94,8 @@ class Sampler:
             mode=None if config.logprobs_mode == "auto" else config.logprobs_mode,
             context=config.context_length,
         )
+        if rng is None:
+            renew_after_fork(self, Sampler._draw_anew)
 
     def __repr__(self) -> str:
         return f"Sampler({self.config!r})"
@@ -98,11 +103,15 @@ class Sampler:
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs: it opens its own connections and reads what is served by itself."""
         engine = self._engine
+        served = self._served
         return {
             "config": self.config,
             "name": self._name,
+            "client": self._client,
             "tokenise": self._tokenise,
             "on_drop": self._on_drop,
+            "transport": self._transport,
+            "source": None if served is None else (served.source, served.number),
             "learned": {
                 name: getattr(engine, name)
                 for name in ("mode", "context", "logprobs", "text", "split", "completion_ids")
@@ -110,10 +119,17 @@ class Sampler:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        learned = state.pop("learned")
+        learned, source = state.pop("learned"), state.pop("source")
+        if source is not None:
+            config = state["config"]
+            state["served"] = ServedWeights(source[0], poll=config.poll, patience=config.deadline, number=source[1])
         self.__init__(**state)  # type: ignore[misc]
         for name, value in learned.items():
             setattr(self._engine, name, value)
+
+    def _draw_anew(self) -> None:
+        """Draw other seeds than the process that this one was forked from, and than its other children."""
+        self._engine.rng = random.Random(secrets.randbits(64))  # noqa: S311 - seeds, no secrets
 
     # Sampling ----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
+from cwtrain._process import NotPickled, renew_after_fork
 from cwtrain.errors import (
     ConfigError,
     CWTrainError,
@@ -62,6 +63,13 @@ class DeploymentSource:
     store: ObjectStore | None = None
     """The bucket; None makes one from the environment at first use."""
     _no_status: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process reads the same deployment by; it makes its own way to the bucket."""
+        return {"deployment_id": self.deployment_id, "client": self.client}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def history(self) -> History:
         """Return the newest hot-loads, down to the newest COMPLETED one at least."""
@@ -147,11 +155,13 @@ class FileSource:
         return None
 
 
-class ServedWeights:
+class ServedWeights(NotPickled):
     """The history of one endpoint's weights, read as little as will do. ``poll`` is in seconds.
 
-    May be used from several event loops and threads.
+    May be used from several event loops and threads; in a forked process it reads by itself.
     """
+
+    _instead = "give it the sampler, which pickles, or make another one of the same source"
 
     def __init__(
         self,
@@ -174,6 +184,7 @@ class ServedWeights:
         self._history: History | None = None
         self._changed_at = float("-inf")
         self.reads = 0
+        renew_after_fork(self, ServedWeights._leave)
 
     @property
     def known(self) -> History:
@@ -316,5 +327,9 @@ class ServedWeights:
         if thread is not None:
             thread.shutdown(wait=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a reader of served weights stays in its process; the sampler makes another one")
+    def _leave(self) -> Any:
+        """Forget the reader's thread and the read that it is at: they are another process's."""
+        left = self._thread, self._running
+        self._lock, self._thread, self._running = threading.RLock(), None, None
+        self._begun = float("-inf")
+        return left

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 import attrs
@@ -24,6 +24,7 @@ DEFAULT_BASE_URL = "https://api.coreweave.com"
 """The public service."""
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_SECRET_NAME = re.compile(r"auth|cookie|key|pass|secret|token|credential", re.IGNORECASE)
 TOKEN_VARIABLES = ("COREWEAVE_API_TOKEN", "CW_API_TOKEN")
 
 
@@ -103,9 +104,13 @@ def _verify(value: bool | str) -> bool | str:
     return path
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class ApiConfig:
-    """Where the API is and how to talk to it. ``repr`` shows neither the token nor header values."""
+    """Where the API is and how to talk to it. ``repr`` shows neither the token nor header values.
+
+    A pickle holds no secret: whoever unpickles it reads the token, and headers whose name speaks of one, from the
+    environment of its own process. What is not there is told by the first call.
+    """
 
     token: str | None = attrs.field(
         default=None,
@@ -137,6 +142,50 @@ class ApiConfig:
         ),
     )
     """True (checked with the default certificates), False (not checked), or the path of a CA bundle."""
+    _left_out: ClassVar[tuple[str, ...]] = ()
+    """Which secrets a pickle did not hold and this process's environment does not have: ``token``, names of headers."""
+
+    @property
+    def missing(self) -> ConfigError | None:
+        """The error of what is missing to make a call; None where nothing is."""
+        if self.token is None and "token" in self._left_out:
+            return ConfigError(
+                "no API token: a pickled client holds none, and this process has neither "
+                + " nor ".join(TOKEN_VARIABLES),
+                hint=f"set {TOKEN_VARIABLES[0]} where the client is unpickled, or make the client there",
+            )
+        if self.token is None:
+            return missing_token()
+        if headers := [name for name in self._left_out if name != "token"]:
+            return ConfigError(
+                f"a pickled client holds no secrets, and this process does not know the header {', '.join(headers)}",
+                hint="set CWTRAIN_API_HEADERS, a JSON object, where the client is unpickled, or make the client there",
+            )
+        return None
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy in the same process is no pickle: it keeps the secrets
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but secrets, and which there are."""
+        kept = {name: text for name, text in self.headers.items() if not _SECRET_NAME.search(name)}
+        absent = (*self._left_out, *(["token"] if self.token else []), *(self.headers.keys() - kept.keys()))
+        return {"base_url": self.base_url, "headers": kept, "verify": self.verify, "_left_out": absent}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the secrets from this process's environment."""
+        found: dict[str, Any] = {"token": None, "token_source": "", **state}
+        absent = set(state["_left_out"])
+        token, headers = _from_environment("token", clean_token), _from_environment("headers", _headers)
+        if "token" in absent and token is not None:
+            found.update(token_source=token[0], token=token[1])
+            absent.discard("token")
+        known = {name: text for name, text in headers[1].items() if name in absent} if headers else {}
+        found.update(headers={**state["headers"], **known}, _left_out=tuple(sorted(absent - known.keys())))
+        self.__dict__.update(found)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> ApiConfig:
@@ -152,6 +201,18 @@ class ApiConfig:
             return config
         source = sources(cls, environ, overrides)["token"]
         return attrs.evolve(config, token_source="the token argument" if source == "argument" else source)
+
+
+def _from_environment(field: str, read: Callable[[Any], Any]) -> tuple[str, Any] | None:
+    """Return (variable, value) of a field of ``ApiConfig``; None where no variable says it, or none that can be read.
+
+    What is missing is told by who needs it.
+    """
+    try:
+        found = find(env_vars(ApiConfig)[field], os.environ)
+        return None if found is None else (found[0], read(found[1]))
+    except ConfigError:
+        return None
 
 
 def token_from_env(environ: Mapping[str, str] | None = None) -> str:

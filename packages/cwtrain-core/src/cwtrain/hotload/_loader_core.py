@@ -21,7 +21,16 @@ from cwtrain.models.snapshot import LocalSnapshot
 from cwtrain.models.sync import SnapshotChoice
 from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import manifest_to_bytes, parse_manifest
-from cwtrain.storage import Location, ObjectStore, UploadProgress, UploadReport, s3_client
+from cwtrain.storage import (
+    Location,
+    ObjectStore,
+    S3Settings,
+    S3Store,
+    UploadProgress,
+    UploadReport,
+    s3_client,
+    s3_settings,
+)
 
 if TYPE_CHECKING:
     from cwtrain.infra.client import InferenceClient
@@ -58,6 +67,7 @@ class LoaderCore:
         self.run_id = run_id
         self.max_bytes_per_second = max_bytes_per_second
         self._s3 = s3
+        self._s3_settings: S3Settings | None = None
         self._plugins = plugins
         self._clock = clock
         self._sleep = sleep
@@ -65,6 +75,15 @@ class LoaderCore:
 
     def __repr__(self) -> str:
         return f"HotLoader(deployment_id={self.deployment_id!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process makes the same loader of: no secret, no connection, no plugin."""
+        state = {**self.__dict__, "_plugins": None, "_deployment": None}
+        if isinstance(self._s3, S3Store):
+            state |= {"_s3": None, "_s3_settings": self._s3.settings}
+        elif self._s3 is not None and not hasattr(self._s3, "create_upload"):
+            state |= {"_s3": None, "_s3_settings": s3_settings(self._s3)}
+        return state
 
     # -- what the deployment is and serves -------------------------------------------------------------------------
 
@@ -103,7 +122,12 @@ class LoaderCore:
     def _store(self, workers: int) -> ObjectStore:
         if self._s3 is None:
             # One client for the loader's life: making one costs more than most requests.
-            self._s3 = s3_client(max_pool_connections=max(64, workers))
+            known = self._s3_settings
+            self._s3 = s3_client(
+                known.endpoint_url if known else None,
+                region_name=known.region if known else None,
+                max_pool_connections=max(64, workers),
+            )
         return store_for(self.target.bucket, self._s3)
 
     def hot_loads(self) -> list[HotLoad]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from cwtrain._process import OneProcess, renew_locks_after_fork
 from cwtrain.errors import (
     MirrorDamagedError,
     MirrorError,
@@ -71,8 +72,10 @@ class DeltaReport:
         return len(self.changed)
 
 
-class MirrorCore:
+class MirrorCore(OneProcess):
     """The mirror in the directory ``root``, opened; see ``WeightMirror``."""
+
+    _instead = "close it here and open it there: WeightMirror(root)"
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class MirrorCore:
         self._workers = workers
         self._in_place = in_place
         self._mutex = threading.RLock()
+        renew_locks_after_fork(self, "_mutex")
         self._broken: str | None = None
         if not os.path.exists(self._layout.state):
             raise MirrorMissingError(
@@ -182,6 +186,7 @@ class MirrorCore:
         self._disk.remove_tree(f"{self._layout.pending}.new")
 
     def _check_usable(self) -> None:
+        self._check_process()
         if self._broken is not None:
             raise MirrorError(
                 f"{self._layout.root}: this mirror cannot be used any more: {self._broken}",

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
 import socket
+from typing import Any
 
 from filelock import FileLock, Timeout
 
+from cwtrain._process import OneProcess, renew_after_fork
 from cwtrain.errors import ConfigError, MirrorLockedError
 
 __all__ = ["MirrorLock"]
 
 
-class MirrorLock:
-    """The lock of the mirror (or of ``what``) at ``root``, its own files in ``directory``. Taken when made."""
+class MirrorLock(OneProcess):
+    """The lock of the mirror (or of ``what``) at ``root``, its own files in ``directory``. Taken when made.
+
+    A forked process has no part in it: it neither releases it nor keeps it when the one that took it is gone.
+    """
+
+    _instead = "take another one"
 
     def __init__(self, root: str, directory: str, *, what: str = "mirror") -> None:
         self._note = os.path.join(directory, "holder.json")
@@ -32,6 +40,7 @@ class MirrorLock:
                 f"{root}: the {what} cannot be locked: {error.strerror or error}",
                 hint="give it a directory on a local disk that this process may write to",
             ) from error
+        renew_after_fork(self, MirrorLock._leave)
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         try:
             with open(self._note, "w", encoding="utf-8") as file:
@@ -40,13 +49,24 @@ class MirrorLock:
             pass
 
     def release(self) -> None:
-        """Let others have it."""
-        if self._lock.is_locked:
+        """Let others have it; does nothing in a forked process."""
+        if not self._in_fork and self._lock.is_locked:
             try:
                 os.unlink(self._note)
             except OSError:  # it only tells others who has the lock
                 pass
             self._lock.release()
+
+    def _leave(self) -> Any:
+        """Close the copy of the file that a fork made: the lock is held as long as one is open. Unlocking ends it."""
+        context = getattr(self._lock, "_context", None)
+        descriptor = getattr(context, "lock_file_fd", None)
+        if context is not None and descriptor is not None:  # newer versions of filelock have done it by themselves
+            context.lock_file_fd = None
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._lock.lock_file)):
+                    os.close(descriptor)
+        return self._lock
 
 
 def _holder(note: str) -> str:

@@ -12,10 +12,11 @@ import os
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from cwtrain._process import OneProcess, renew_locks_after_fork
 from cwtrain.errors import SnapshotError
 from cwtrain.hotload._mirror_slots import SlotWriter
 from cwtrain.hotload.mirror import WeightMirror
@@ -75,12 +76,14 @@ class BaseTensors(Protocol):
         """Say that the new version was not written."""
 
 
-class MemoryBase:
+class MemoryBase(OneProcess):
     """The bytes of the last version in this process: as much memory as the tensors have, and no more while writing.
 
     It begins empty: write a full snapshot with it first. Or fill it from what the deployment serves already
     (``load``). After a failure it is empty again, if anything was written to it by then.
     """
+
+    _instead = "make one there, and fill it with a full snapshot or with load()"
 
     def __init__(self) -> None:
         self._types: dict[str, TensorType] = {}
@@ -129,7 +132,8 @@ class MemoryBase:
         self.commit(identity, checksums={})
 
     def begin(self, *, fill: bool) -> None:
-        """Get ready for a new version."""
+        """Get ready for a new version. Raises ConfigError in a forked process, which shares its memory."""
+        self._check_process()
         self._before, self._identity = self._identity, None
         self._touched = fill
         if fill:
@@ -180,6 +184,14 @@ class CheckpointBase:
         self._types = _types(self._checkpoint)
         self._files: dict[str, RegularFile] = {}
         self._lock = threading.Lock()
+        renew_locks_after_fork(self, "_lock")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process reads the same files by."""
+        return {"path": self._checkpoint, "identity": self._identity}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"CheckpointBase({self._checkpoint.path!r}, identity={self._identity!r})"
@@ -255,12 +267,14 @@ class CheckpointBase:
         self.close()
 
 
-class MirrorBase:
+class MirrorBase(OneProcess):
     """A ``WeightMirror``, which advances with each snapshot in the same pass: one rank, on the disk, kept by a kill.
 
     The mirror's version becomes the snapshot's ``version`` (or its identity) once the index is in the bucket. Its
     tensors are those of the model; a full snapshot may change all of them, but none may come or go.
     """
+
+    _instead = "close the mirror here, and open it there: MirrorBase(WeightMirror(root), identity)"
 
     def __init__(self, mirror: WeightMirror, identity: str | None) -> None:
         self._mirror = mirror

@@ -44,6 +44,9 @@ class HotLoader(LoaderCore):
         loader.publish("/ckpt/step_000100", identity="step_000100")
         loader.publish("/ckpt/delta_000101", identity="step_000101", previous_identity="step_000100")
 
+    It pickles without secrets: the process that unpickles it needs the API's token and the bucket's keys in its
+    environment, and asks its own plugins. In a forked process it opens connections of its own.
+
     The same call made again after a crash goes on where it stopped: objects in the bucket are kept, and a hot-load that
     it began is adopted.
     """

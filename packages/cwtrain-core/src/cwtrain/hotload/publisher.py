@@ -42,6 +42,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from cwtrain._process import OneProcess
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError, HotLoadError
 from cwtrain.events import SyncFailed, WeightsWritten, WriteMode
@@ -93,7 +94,7 @@ _MODES = {
 }
 
 
-class Publisher:
+class Publisher(OneProcess):
     """Publishes a trainer's versions to one deployment; made once, on the one rank that publishes.
 
     ``disk_dir`` is the directory that holds the trainer's version directories, ``base`` the checkpoint that its first
@@ -106,6 +107,8 @@ class Publisher:
     Raises ConfigError for settings that do not fit together, MirrorLockedError naming the process that works with the
     same STATE_DIR. Every call raises ConfigError where something in STATE_DIR cannot be read or written.
     """
+
+    _instead = "close it here and make one there: Publisher(settings, disk_dir=...) goes on where this one stopped"
 
     def __init__(
         self,
@@ -193,6 +196,7 @@ class Publisher:
     @property
     def baseline_running(self) -> bool:
         """Whether the base checkpoint is still on its way."""
+        self._check_process()
         return self._baseline_ended is not None and not self._baseline_ended.is_set()
 
     # -- what a trainer calls --------------------------------------------------------------------------------------
@@ -314,8 +318,11 @@ class Publisher:
     def close(self) -> None:
         """Let another process work with STATE_DIR. Waits for nothing; can be called twice.
 
-        A baseline that is still on its way goes on, and STATE_DIR is let go when it ends.
+        A baseline that is still on its way goes on, and STATE_DIR is let go when it ends. Does nothing in a forked
+        process: there is nothing of its own.
         """
+        if self._in_fork:
+            return
         self._closed = True
         if not self.baseline_running:
             self._let_go()
@@ -334,6 +341,7 @@ class Publisher:
         ``read_note`` reads it: a resume then starts from the snapshot that has the checkpoint's weights. Raises
         HotLoadError while nothing is published.
         """
+        self._check_process()
         return write_note(directory, note_of(self.state, step=step))
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -341,6 +349,7 @@ class Publisher:
     @contextlib.contextmanager
     def _called(self, number: int | None = None, *, tell: bool = True) -> Iterator[None]:
         """One call at a time, none after ``close`` (another process may work with STATE_DIR then). ``tell`` plugins."""
+        self._check_process()
         with self._mutex:
             try:
                 if self._closed:

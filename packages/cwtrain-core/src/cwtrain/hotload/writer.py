@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from cwtrain._process import OneProcess
 from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
 from cwtrain.hotload._writer_arguments import (
@@ -66,7 +67,7 @@ def new_upload_id() -> str:
     return str(uuid.uuid4())
 
 
-class SnapshotWriter:
+class SnapshotWriter(OneProcess):
     """One rank's part of a snapshot that is uploaded while it is made.
 
     ``kind`` is ``"full"`` or ``"delta"``. ``base`` is what a delta applies to, and it follows (see ``bases``); given
@@ -84,6 +85,8 @@ class SnapshotWriter:
     Raises ConfigError and SnapshotError for arguments that do not fit together. Nothing is written before the first
     shard is full, and then the claim comes first. Its methods are for one thread.
     """
+
+    _instead = "make one there: with the same upload_id and a rank of its own it writes a part of the same snapshot"
 
     def __init__(
         self,
@@ -225,6 +228,7 @@ class SnapshotWriter:
 
     def failure(self, error: BaseException | str) -> ShardReceipt:
         """Abort, and return a receipt that says that this rank failed: for an error outside of the writer."""
+        self._check_process()
         self._fail(error if isinstance(error, BaseException) else SnapshotError(error))
         return ShardReceipt(
             identity=self.identity,
@@ -274,9 +278,9 @@ class SnapshotWriter:
         """Stop, abort what is open in the bucket, and give the base up. May be called at any time, also twice.
 
         Shards that arrived stay (without an index nobody reads them, and ``cwtrain hotload gc`` removes them); the
-        identity is not used again: see ``cwtrain.hotload.streamed.free_identity``.
+        identity is not used again: see ``cwtrain.hotload.streamed.free_identity``. Does nothing in a forked process.
         """
-        if not self._done:
+        if not self._done and not self._in_fork:
             self._fail(SnapshotError(f"writing {self.identity} was aborted"))
 
     def __enter__(self) -> Self:
@@ -295,6 +299,7 @@ class SnapshotWriter:
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
         """Time a call, and abort everything if it fails."""
+        self._check_process()
         if self._error is not None:
             self._raise_again(self._error)
         if self._done:

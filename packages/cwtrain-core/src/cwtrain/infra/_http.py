@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import attrs
 import httpx
 
+from cwtrain._process import renew_after_fork
 from cwtrain.config.api import ApiConfig, is_loopback
 from cwtrain.errors import (
     ConfigError,
@@ -78,6 +80,7 @@ class Http:
         self._scrub = Scrubber([token, *(value for value in config.headers.values() if len(value) >= 8)])
         self._trust_env = not is_loopback(config.base_url)
         self._closed = False
+        self._missing = config.missing
         if urlsplit(config.base_url).scheme == "http" and self._trust_env:
             logger.warning("%s is not encrypted: the token can be read on the way", config.base_url)
         if config.verify is False:
@@ -91,27 +94,40 @@ class Http:
             "Authorization": f"Bearer {token}",
         }
         tls = _tls(config.verify) if needs_tls else False
+        self._connect = functools.partial(
+            httpx.Client,
+            headers=headers,
+            verify=tls,
+            transport=transport,
+            trust_env=self._trust_env,
+            follow_redirects=False,
+            limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
+        )
+        self._client: httpx.Client | None
         try:
-            self._client = httpx.Client(
-                headers=headers,
-                verify=tls,
-                transport=transport,
-                trust_env=self._trust_env,
-                follow_redirects=False,
-                limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
-            )
+            self._open()
         except (ValueError, ImportError) as exc:  # a proxy variable that httpx cannot use
             raise ConfigError(
                 f"cannot set up connections to {config.base_url}: {self._scrub.text(str(exc))}",
                 hint="check HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or name the host in NO_PROXY",
             ) from exc
-
-        self._close = weakref.finalize(self, self._client.close)  # also for who never calls close()
+        renew_after_fork(self, Http._leave)
 
     def close(self) -> None:
         """Close the connections; calls after that are refused."""
         self._closed = True
         self._close()
+
+    def _open(self) -> httpx.Client:
+        self._client = client = self._connect()
+        self._close = weakref.finalize(self, client.close)  # also for who never calls close()
+        return client
+
+    def _leave(self) -> httpx.Client | None:
+        """Give up connections that are another process's; the next call opens some."""
+        self._close.detach()
+        client, self._client = self._client, None
+        return client
 
     def call(
         self,
@@ -129,6 +145,8 @@ class Http:
         where = f"{method} {path}"
         if self._closed:
             raise ConfigError(f"this client is closed ({where})", hint="make a new InferenceClient")
+        if self._missing is not None:
+            raise self._missing
         content = None if body is None else _encoded(body, where)
 
         def one_try() -> dict[str, Any]:
@@ -154,9 +172,10 @@ class Http:
     ) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers (lower-case names) and body of one try. ``timeout`` also limits the whole of it."""
         began = self._clock()
+        client = self._client or self._open()
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
-            request = self._client.build_request(
+            request = client.build_request(
                 method,
                 f"{self.base_url}{PREFIX}{path}",
                 params=dict(query) if query else None,
@@ -164,7 +183,7 @@ class Http:
                 headers=headers,
                 timeout=timeout,
             )
-            response = self._client.send(request, stream=True)
+            response = client.send(request, stream=True)
             try:
                 refused = not 200 <= response.status_code < 300
                 most = LARGEST_REFUSAL_BYTES if refused else LARGEST_ANSWER_BYTES

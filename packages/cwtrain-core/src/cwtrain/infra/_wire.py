@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -19,6 +20,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
+from cwtrain._process import renew_locks_after_fork
 from cwtrain.errors import UnexpectedAnswerError
 from cwtrain.infra._json import claim_to_json, deployment_to_json, gateway_to_json, hot_load_to_json, replica_to_json
 from cwtrain.models import service as m
@@ -65,6 +67,7 @@ _ENUMS: dict[type[StrEnum], _Names] = {
 
 _logged: set[tuple[str, str]] = set()
 _logging = threading.Lock()
+renew_locks_after_fork(sys.modules[__name__], "_logging")
 
 
 def read_enum(kind: type[E], value: Any) -> E:

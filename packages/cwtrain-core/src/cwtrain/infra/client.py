@@ -63,7 +63,8 @@ class InferenceClient:
 
     Creates carry an id that is chosen before the first try, so a lost answer never makes a second resource. Objects
     are typed and carry the wire object in ``raw``; specs are given in the wire's form. Methods raise the classes of
-    ``cwtrain.errors``. A client can be used from several threads, and be pickled (the pickle holds the token).
+    ``cwtrain.errors``. A client can be used from several threads, and in a forked process, which opens its own
+    connections. It pickles without secrets: the process that unpickles it needs the token in its environment.
     """
 
     def __init__(

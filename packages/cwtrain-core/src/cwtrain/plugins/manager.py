@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, assert_never
 
 import pluggy
 
+from cwtrain._process import NotPickled, renew_locks_after_fork
 from cwtrain.config import PluginConfig
 from cwtrain.errors import PluginConflictError, PluginError, PluginLoadError
 from cwtrain.plugins import specs
@@ -53,12 +55,14 @@ logger = logging.getLogger("cwtrain.plugins")
 _T = TypeVar("_T")
 
 
-class Plugins:
+class Plugins(NotPickled):
     """The plugins of one process, or of one test, asked through one typed method for each hook.
 
     ``Plugins()`` is empty; ``Plugins.load()`` has what the environment's entry points name. ``failures`` counts the
     exceptions of *observe* hooks by (plugin, hook).
     """
+
+    _instead = "each process has its own, see cwtrain.plugins.get_plugins()"
 
     def __init__(self, *, config: PluginConfig | None = None) -> None:
         self._config = config if config is not None else PluginConfig()
@@ -411,6 +415,7 @@ def _codes(traceback: TracebackType | None) -> Iterable[object]:
 
 
 _lock = threading.Lock()
+renew_locks_after_fork(sys.modules[__name__], "_lock")
 
 
 def get_plugins() -> Plugins:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -15,6 +16,7 @@ from importlib import import_module
 import numpy as np
 import numpy.typing as npt
 
+from cwtrain._process import renew_locks_after_fork
 from cwtrain.snapshots._buffers import MAX_PARTS, WORD_BYTES, Bytes, positions_of, round_up
 from cwtrain.snapshots._sequences import CLUMPED, CLUMPED_RUN, DENSE, FEW, MIN_RUN, Found, SequenceBuilder
 
@@ -26,6 +28,7 @@ _GROUP_BYTES = 64
 
 _Function = Callable[..., None]
 _trying = threading.Lock()
+renew_locks_after_fork(sys.modules[__name__], "_trying")
 
 
 class NativeBuilder:

@@ -8,11 +8,13 @@ go, and must come to the same.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from collections import OrderedDict
 from typing import Any
 
+from cwtrain._process import renew_locks_after_fork
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage.report import ObjectDigest
 
@@ -22,6 +24,7 @@ _MOST = 4096
 _SETTLED_NS = 100_000_000
 _SETTLED_COARSE_NS = 3_000_000_000
 _lock = threading.Lock()
+renew_locks_after_fork(sys.modules[__name__], "_lock")
 _seen: OrderedDict[tuple[Any, ...], str] = OrderedDict()
 
 

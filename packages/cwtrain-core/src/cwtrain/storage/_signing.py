@@ -15,6 +15,8 @@ import botocore.session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
 
+from cwtrain._process import renew_locks_after_fork
+
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
 
@@ -56,6 +58,7 @@ class Credentials:
         self._profile = profile
         self._renewable = renewable and hasattr(self._signer, "_credentials")
         self._lock = threading.Lock()
+        renew_locks_after_fork(self, "_lock")
 
     @property
     def source(self) -> str | None:

@@ -38,7 +38,7 @@ from cwtrain.storage._connection import Connection, NotHttp
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
 
-__all__ = ["OwnSending", "send_with_own_sockets"]
+__all__ = ["OwnSending", "leave_connections", "send_with_own_sockets"]
 
 _log = logging.getLogger("cwtrain.storage")
 
@@ -65,6 +65,29 @@ def send_with_own_sockets(client: S3Client) -> bool:
         most=config.max_pool_connections,
     )
     return True
+
+
+def leave_connections(client: S3Client) -> Any:
+    """Give up the connections of ``client``, which are the parent's of a forked process; return what they hang on.
+
+    A client that is not built as botocore's is known to be keeps them.
+    """
+    endpoint: Any = getattr(client, "_endpoint", None)
+    session: Any = getattr(endpoint, "http_session", None)
+    left = [session]
+    if isinstance(session, OwnSending):
+        left.append(session.leave())
+        session = session.theirs
+    pools: Any = getattr(session, "_manager", None)
+    if hasattr(session, "_proxy_managers") and hasattr(pools, "pool_classes_by_scheme"):
+        fresh = type(pools)(**session._get_pool_manager_kwargs())
+        fresh.pool_classes_by_scheme = pools.pool_classes_by_scheme
+        left += [pools, session._proxy_managers]
+        session._manager, session._proxy_managers = fresh, {}
+    credentials: Any = getattr(getattr(client, "_request_signer", None), "_credentials", None)
+    if hasattr(credentials, "_refresh_lock"):
+        credentials._refresh_lock = threading.Lock()
+    return left
 
 
 class OwnSending:
@@ -97,12 +120,22 @@ class OwnSending:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._theirs, name)
 
+    @property
+    def theirs(self) -> Any:
+        """The botocore session that it stands in for."""
+        return self._theirs
+
+    def leave(self) -> Any:
+        """Give up connections that are another process's, and return them."""
+        left, self._idle, self._lock = self._idle, {}, threading.Lock()
+        return left
+
     def send(self, request: Any) -> Any:
         """Send a prepared request and return botocore's response object. Raises botocore's own exceptions."""
         if not self._ours(request):
             return self._theirs.send(request)
         url = urlsplit(request.url)
-        place = (os.getpid(), url.scheme, url.hostname, url.port)
+        place = (url.scheme, url.hostname, url.port)
         try:
             connection = self._take(place) or self._connect(url.scheme, url.hostname or "", url.port)
         except TimeoutError as error:

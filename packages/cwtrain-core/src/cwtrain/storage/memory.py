@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import attrs
 
+from cwtrain._process import NotPickled, renew_locks_after_fork
 from cwtrain.errors import StorageAccessError, StorageConflictError, StorageError, StorageNotFoundError
 from cwtrain.storage._learned import Learned
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
@@ -81,7 +82,7 @@ def _now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
 
 
-class MemoryStore:
+class MemoryStore(NotPickled):
     """An ``ObjectStore`` in memory.
 
     ``conditions`` and ``complete_conditions`` say what ``if_absent`` does on a put and on completing a multipart
@@ -89,6 +90,8 @@ class MemoryStore:
     refused, ``faults`` go wrong when they are met. ``objects`` is what is stored, by key, ``uploads`` the multipart
     uploads still open, by id, ``calls`` every call so far as (method, key).
     """
+
+    _instead = "its objects are in memory; take a bucket that both can reach, with S3Store(s3_client(), name) there"
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class MemoryStore:
         self._max_connections = max_connections
         self._clock = clock
         self._lock = threading.RLock()
+        renew_locks_after_fork(self, "_lock")
         self._made = 0
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import functools
 import ipaddress
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -21,12 +22,13 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
+from cwtrain._process import renew_after_fork, renew_locks_after_fork
 from cwtrain.config import StorageConfig
 from cwtrain.config.api import is_loopback
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
 from cwtrain.storage._signing import sign_known_bodies, watch_credentials
 from cwtrain.storage._translate import translate
-from cwtrain.storage._wire import send_with_own_sockets
+from cwtrain.storage._wire import leave_connections, send_with_own_sockets
 
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
@@ -62,6 +64,7 @@ class S3Settings:
 
 # botocore sessions fill caches that two threads must not fill at once, so clients are made one at a time.
 _CREATING = threading.Lock()
+renew_locks_after_fork(sys.modules[__name__], "_CREATING")
 _SETTINGS: weakref.WeakKeyDictionary[Any, S3Settings] = weakref.WeakKeyDictionary()
 
 
@@ -132,6 +135,7 @@ def s3_client(
         sign_known_bodies(client)
         if StorageConfig.from_env().own_sending:
             send_with_own_sockets(client)
+        renew_after_fork(client, leave_connections)
 
     def refuse_unaddressable(params: Any, **_: Any) -> None:
         # botocore would silently fall back to path style, which the store refuses with a riddle.

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from cwtrain._process import NotPickled, renew_after_fork
 from cwtrain.errors import CWTrainError, StorageAccessError, StorageNotFoundError, StorageRegionError, TransportError
 from cwtrain.storage._learned import Learned
 from cwtrain.storage._signing import credentials_of
 from cwtrain.storage._translate import expired, translate
+from cwtrain.storage._wire import leave_connections
 from cwtrain.storage.s3 import check_bucket, s3_settings
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
 
@@ -31,11 +33,13 @@ _LEARNED: weakref.WeakKeyDictionary[Any, dict[str, Learned]] = weakref.WeakKeyDi
 """By client, then by bucket: stores of one bucket that share a client share what they find out."""
 
 
-class S3Store:
-    """A bucket behind a boto3 client (see ``s3_client``).
+class S3Store(NotPickled):
+    """A bucket behind a boto3 client (see ``s3_client``). In a forked process the client opens connections of its own.
 
     Raises ConfigError at once when the client's endpoint needs the bucket in its host name and it cannot be there.
     """
+
+    _instead = "give it the bucket's name, and make S3Store(s3_client(), name) there"
 
     def __init__(self, client: S3Client, bucket: str) -> None:
         self.settings = s3_settings(client)
@@ -44,6 +48,7 @@ class S3Store:
         self._bucket = bucket
         self.learned = _LEARNED.setdefault(client, {}).setdefault(bucket, Learned())
         """What was found out about the store by uploads before."""
+        renew_after_fork(client, leave_connections)
 
     def __repr__(self) -> str:
         return f"S3Store({self._bucket!r} at {self.endpoint})"
