@@ -214,6 +214,21 @@ KINDS: dict[str, FaultKind] = {
         },
         ends=False,
     ),
+    "too_long": FaultKind(
+        ("replica",),
+        "a request beyond the context is refused in the words of an engine, or in words that say nothing",
+        {
+            "on": Option(str, default="request", choices=("request",), help="always a request"),
+            "words": Option(
+                str,
+                default="vllm",
+                choices=("vllm", "vllm-length", "vllm-old", "sglang", "sglang-input", "none"),
+                help="whose words",
+            ),
+            "answer": Option(int, default=400, least=400, most=599, help="HTTP status of that refusal"),
+        },
+        ends=False,
+    ),
     "die": FaultKind(
         ("replica",),
         "the process is killed in the middle of a load (or of a request); the pool starts it again",

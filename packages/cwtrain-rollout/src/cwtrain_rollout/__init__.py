@@ -19,7 +19,7 @@ CWTRAIN_ROLLOUT_TIMEOUT               seconds for one answer (3600)
 CWTRAIN_ROLLOUT_IDLE_TIMEOUT          seconds without a byte of a streamed answer (600)
 CWTRAIN_ROLLOUT_DEADLINE              seconds from a group's first failure to the start of its last retry (1800)
 CWTRAIN_ROLLOUT_MAX_ATTEMPTS          bad answers to one request until its group fails (8)
-CWTRAIN_ROLLOUT_CONTEXT_LENGTH        tokens of prompt and answer together; learned from a refusal where unset
+CWTRAIN_ROLLOUT_CONTEXT_LENGTH        tokens of prompt and answer together; asked for after a refusal where unset
 CWTRAIN_ROLLOUT_LOGPROBS              1: a sample without exact log-probs is an error (1)
 CWTRAIN_ROLLOUT_LOGPROBS_MODE         what the server reports: processed, raw, or auto to find out (auto)
 CWTRAIN_ROLLOUT_TOKEN_IDS             1: answers without token ids are an error; 0: text is tokenised again (1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import logging
 import random
 import re
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from cwtrain.events import RolloutRetried, RolloutUnavailable, WeightVersionSeen
 from cwtrain_rollout.admission import Admission
@@ -19,12 +22,12 @@ from cwtrain_rollout.parsing import excerpt
 from cwtrain_rollout.protocol import SEEDS, SamplerTotals
 from cwtrain_rollout.served import ServedWeights
 from cwtrain_rollout.spans import History, Load
-from cwtrain_rollout.transport import Reply, Transport
+from cwtrain_rollout.transport import ListsModels, NoAnswer, Reply, Transport
 
 if TYPE_CHECKING:
     from cwtrain.plugins import Plugins
 
-__all__ = ["Engine", "Refusal"]
+__all__ = ["Asked", "Engine", "Refusal", "speaks_of_length"]
 
 log = logging.getLogger("cwtrain.rollout")
 
@@ -33,7 +36,16 @@ _REFUSALS = frozenset({408, 425, 429, 503})
 _OVERLOAD = frozenset({429, 503})
 _AFTER_HOT_LOAD = 60.0
 """Seconds for which a 404 may be a model that is only being swapped."""
-_CONTEXT = re.compile(r"(?:context length is|longer than|max_model_len[^0-9]{0,12}|context window of)\s+(\d+)")
+_TOO_LONG = frozenset({400, 413, 422})
+_LIMIT = re.compile(
+    r"(?:context (?:length|window|size)|model length|allowed length|max_model_len|max_seq_len|max_num_tokens|n_ctx"
+    r"|max(?:imum)? (?:sequence|input|prompt) length|longer than|tokens?`? must be <=)[^0-9]{0,24}(\d[\d,_]*)",
+    re.IGNORECASE,
+)
+"""The number behind a context's name, in the words of vLLM, SGLang, TensorRT-LLM, TGI and llama.cpp."""
+_LENGTH = re.compile(r"context|length|max_model_len|too long|longer than|too many tokens|token count", re.IGNORECASE)
+_LENGTHS = ("max_model_len", "context_length", "context_window")
+"""What a model of the endpoint's list calls its context."""
 _SHORT_ANSWERS = 2
 _RETRY_BURST = 30.0
 """Seconds for which retries are one burst: plugins are told once."""
@@ -46,6 +58,17 @@ class Refusal:
     reason: str
     floor: float = 0.0
     overload: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """What a request asked for: tokens of the prompt as we count them, the answer's room, and in which form."""
+
+    prompt: int
+    room: int
+    logprobs: int
+    text_left: bool
+    """Whether it had token ids, and there is a text."""
 
 
 @attrs.define(kw_only=True)
@@ -73,6 +96,11 @@ class Engine:
     """Whether the server answers ``n > 1`` with one choice, so that each choice is asked for by itself."""
     completion_ids: bool = False
     """Whether ids are asked for in ``nvext``, because the server honours no other way; then one choice at a time."""
+    _told: tuple[int | None, ...] = ()
+    """What the list of models said of the context; empty until it has been read."""
+    _asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = attrs.field(
+        factory=weakref.WeakKeyDictionary
+    )
     _short: int = 0
     _warned: set[str] = attrs.field(factory=set)
     _seen: set[str] = attrs.field(factory=set)
@@ -113,30 +141,64 @@ class Engine:
             overload=reply.status in _OVERLOAD,
         )
 
-    def learn(self, reply: Reply, *, logprobs: int, text_left: bool, tokens: int) -> str | None:
-        """Return what a 400 or 422 teaches: ``logprobs``, ``context`` or ``text``; None when it is final.
+    async def learn(self, words: str, asked: Asked, headers: Mapping[str, str]) -> str | None:
+        """Return what a refusal teaches; None when it is final.
 
-        It is about the request that was sent, whatever others have taught since: ``logprobs`` is what that asked for,
-        ``text_left`` says that it had token ids and that there is a text. ``tokens`` are the prompt's and the answer's
-        room: a context that holds them was not the reason.
+        - ``logprobs``, ``text``: the request is to be sent in another form.
+        - ``context``: the context is known now, and prompt and answer together are longer.
+        - ``longer``: they would fit, and the server says that they do not: it counts more tokens than we do, as for
+          an image whose placeholder becomes many.
+        - ``full``: the prompt alone is too long.
+
+        It is about the request that was sent, whatever others have taught since. What the context is, the list of
+        models says; only where it does not, the refusal's words are searched for it.
         """
-        if reply.status not in (400, 422):
-            return None
-        words = reply.body.decode("utf-8", "replace")
-        if logprobs == 0 and "logprobs" in words and "prompt_logprobs" not in words:
+        if asked.logprobs == 0 and "logprobs" in words and "prompt_logprobs" not in words:
             if self.logprobs == 0:
                 self.logprobs = 1
                 log.info("The endpoint refuses logprobs=0: 1 is sent from now on")
             return "logprobs"
-        found = _CONTEXT.search(words)
-        if found and int(found[1]) < tokens:
-            self.context = int(found[1])
-            log.info("The endpoint's context length is %d tokens", self.context)
+        told = await self.told_context(headers)
+        if told is not None and (self.context is None or told < self.context):
+            self._found_context(told)
+        if self.context is not None and self.context < asked.prompt + asked.room:
             return "context"
-        if text_left and self.config.text_fallback and "prompt" in words and not found:
-            self.warn_once("The endpoint refuses token-id prompts: they are sent as text (%s)", self.quoted(reply.body))
+        found = _LIMIT.search(words)
+        limit = int(re.sub("[,_]", "", found[1])) if found else None
+        if limit is not None and limit <= asked.prompt and told is not None:
+            # It takes shorter prompts than its context would hold.
+            return "full"
+        if limit is not None and limit < asked.prompt + asked.room:
+            self._found_context(limit)
+            return "context"
+        if limit is not None or (self.context is not None and _names(words, self.context)):
+            if self.context is None and limit is not None:
+                self._found_context(limit)
+            return "full" if asked.room == 1 else "longer"
+        if asked.text_left and self.config.text_fallback and "prompt" in words:
+            self.warn_once(
+                "The endpoint refuses token-id prompts: they are sent as text (%s)", self.quoted(words.encode())
+            )
             return "text"
         return None
+
+    def _found_context(self, tokens: int) -> None:
+        self.context = tokens
+        log.info("The endpoint's context length is %d tokens", tokens)
+
+    async def told_context(self, headers: Mapping[str, str]) -> int | None:
+        """Return the context length that the endpoint's list of models tells; it is asked once for an answer."""
+        lock = self._asking.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        async with lock:
+            if not self._told and isinstance(self.transport, ListsModels):
+                try:
+                    reply = await self.transport.models(headers)
+                except NoAnswer as exc:
+                    log.debug("The list of models cannot be read: %s", exc)
+                    return None
+                if reply.good or (400 <= reply.status < 500 and reply.status not in _REFUSALS):
+                    self._told = (_context_in(reply.body, self.config.model) if reply.good else None,)
+        return self._told[0] if self._told else None
 
     def ask_for_completion_ids(self) -> None:
         """Turn to the ids that Dynamo gives beside an answer of one choice."""
@@ -189,6 +251,37 @@ class Engine:
             self._seen.add(load.id)
             now = dt.datetime.now(dt.UTC)
             self.notify(WeightVersionSeen(backend=self.name, identity=load.identity, first_request_at=now))
+
+
+def speaks_of_length(status: int, words: str) -> bool:
+    """Whether an answer may be the refusal of a prompt that is too long: some come as 500, or as an error with 200."""
+    return status in _TOO_LONG or (status != 501 and (_LENGTH.search(words) or _LIMIT.search(words)) is not None)
+
+
+def _names(words: str, context: int) -> bool:
+    """Whether a refusal speaks of this context, in whatever words."""
+    return re.search(rf"(?<![\d.]){context}(?![\d]|\.\d)", words) is not None and _LENGTH.search(words) is not None
+
+
+def _context_in(body: bytes, model: str) -> int | None:
+    """Return the context length of a model in the answer of ``/models``; None where it is not there."""
+    try:
+        listed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    models: dict[Any, dict[str, Any]] = (
+        {row["id"]: row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)}
+        if isinstance(rows, list)
+        else {}
+    )
+    row = models.get(model) or (next(iter(models.values())) if len(models) == 1 else {})
+    # An adapter has the context of its base.
+    for one in (row, models.get(row.get("parent"), {})):
+        for name in _LENGTHS:
+            if type(value := one.get(name)) is int and value > 0:
+                return value
+    return None
 
 
 _HINTS = {

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import attrs
 import msgspec
 
-from cwtrain_rollout._engine import Engine, Refusal
+from cwtrain_rollout._engine import Asked, Engine, Refusal, speaks_of_length
 from cwtrain_rollout._streamed import Partial, read_stream
 from cwtrain_rollout.errors import RolloutAnswerError, RolloutExhaustedError
 from cwtrain_rollout.parsing import BadAnswer, GoodChoice, ReadAnswer, UnfitAnswer, Wanted, read_answer
@@ -68,6 +68,10 @@ class GroupRun:
     attempts: dict[int, int] = attrs.field(factory=dict)
     first_failure: float | None = None
     text: bool = False
+    rooms: dict[int, int] = attrs.field(factory=dict)
+    """Tokens of an answer at most, for samples whose prompt the server counts as longer than we do."""
+    measuring: set[int] = attrs.field(factory=set)
+    """Samples that are asked for one token, so that the answer says how long their prompt is for the server."""
     _used: int = 0
     _session: str | None = None
 
@@ -79,10 +83,16 @@ class GroupRun:
             split = must_split(self.group, engine.config, streamed=self.streamed) or (engine.split and len(missing) > 1)
             self._session = self._session or session_of(self.group, split=split)
             asks = plan(self.group, self.sampling, indices=missing, split=split, context=engine.context)
+            if self.rooms:
+                asks = [self._within_rooms(ask) for ask in asks]
             if len(asks) == 1:
                 await self._ask(asks[0], split=split)
             else:
                 await all_or_nothing([self._ask(ask, split=split) for ask in asks])
+
+    def _within_rooms(self, ask: Ask) -> Ask:
+        room = min((self.rooms[index] for index in ask.indices if index in self.rooms), default=ask.max_tokens)
+        return attrs.evolve(ask, max_tokens=min(ask.max_tokens, room))
 
     # One request -------------------------------------------------------------------------------------------------
 
@@ -142,6 +152,8 @@ class GroupRun:
                         return outcome
                 elif isinstance(outcome, ReadAnswer):
                     admission.answered(epoch, len(ask.indices), outcome.queue_seconds)
+                    if self.measuring and self._measured(ask, outcome):
+                        return None
                     return self._keep(ask, outcome, history, request_id)
                 else:
                     if isinstance(outcome, _Cut):
@@ -188,6 +200,12 @@ class GroupRun:
             tokenise=engine.tokenise,
             quote=engine.quoted,
         )
+        asked = Asked(
+            prompt=len(ask.prompt),
+            room=ask.max_tokens,
+            logprobs=logprobs,
+            text_left=self.group.text is not None and not text,
+        )
         payload, headers = msgspec.json.encode(body), self._headers(request_id)
         try:
             if self.streamed:
@@ -198,7 +216,7 @@ class GroupRun:
                 reply, read = await engine.transport.post(payload, headers), None
             if read is None:
                 if not reply.good:
-                    return self._not_good(reply, request_id, ask, logprobs=logprobs, text=text)
+                    return await self._not_good(reply, request_id, ask, asked)
                 read = read_answer(reply.body, wanted)
                 if reply.queue_seconds is not None and read.queue_seconds is None:
                     read = attrs.evolve(read, queue_seconds=reply.queue_seconds)
@@ -206,6 +224,12 @@ class GroupRun:
             engine.totals.transport_errors += 1
             return _Cut(exc) if exc.cut else Refusal(reason=str(exc))
         except BadAnswer as exc:
+            if exc.error is not None:
+                words = exc.error.decode("utf-8", "replace")
+                if speaks_of_length(200, words) and await self._learned(
+                    words, ask, asked, request_id, only_length=True
+                ):
+                    return None
             return str(exc)
         except UnfitAnswer as exc:
             if exc.without_ids and not completion_ids:
@@ -217,24 +241,47 @@ class GroupRun:
             engine.text = True
         return read
 
-    def _not_good(self, reply: Reply, request_id: str, ask: Ask, *, logprobs: int, text: bool) -> Refusal | str | None:
+    async def _not_good(self, reply: Reply, request_id: str, ask: Ask, asked: Asked) -> Refusal | str | None:
         """Return a refusal, what is wrong, or None where it must be planned anew; raises for final refusals."""
         engine = self.engine
         if refusal := engine.refusal(reply):
             engine.totals.refusals += 1
             return refusal
-        if reply.status >= 500 and reply.status != 501:
+        words = reply.body.decode("utf-8", "replace")
+        broken = reply.status >= 500 and reply.status != 501
+        if speaks_of_length(reply.status, words) and await self._learned(
+            words, ask, asked, request_id, only_length=broken
+        ):
+            return None
+        if broken:
             return _Broken(f"HTTP {reply.status}: {engine.quoted(reply.body)}")
-        lesson = engine.learn(
-            reply,
-            logprobs=logprobs,
-            text_left=self.group.text is not None and not text,
-            tokens=len(ask.prompt) + ask.max_tokens,
-        )
-        if lesson is None:
-            raise engine.refused(reply, request_id)
-        self.text = self.text or lesson == "text"
-        return None
+        raise engine.refused(reply, request_id)
+
+    async def _learned(self, words: str, ask: Ask, asked: Asked, request_id: str, *, only_length: bool) -> bool:
+        """Learn from a refusal; whether there is something to do otherwise (about lengths only, if ``only_length``)."""
+        lesson = await self.engine.learn(words, asked, self._headers(request_id))
+        if lesson in ("logprobs", "text"):
+            if only_length:
+                return False
+            self.text = self.text or lesson == "text"
+        elif lesson == "full" or (lesson == "longer" and self.rooms.keys() >= set(ask.indices)):
+            self.rooms.update(dict.fromkeys(ask.indices, 0))
+        elif lesson == "longer":
+            self.measuring.update(ask.indices)
+            self.rooms.update(dict.fromkeys(ask.indices, 1))
+        return lesson is not None
+
+    def _measured(self, ask: Ask, read: ReadAnswer) -> bool:
+        """Note how much room an answer of one token leaves, and whether the sample is to be asked for with that."""
+        if not self.measuring.issuperset(ask.indices):
+            return False
+        self.measuring.difference_update(ask.indices)
+        context = self.engine.context
+        if context is None or read.prompt_tokens is None:
+            return False
+        room = max(0, context - read.prompt_tokens)
+        self.rooms.update(dict.fromkeys(ask.indices, room))
+        return room > 1
 
     def _headers(self, request_id: str) -> dict[str, str]:
         headers = {"X-Request-Id": request_id}

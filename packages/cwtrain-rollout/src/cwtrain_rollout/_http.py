@@ -24,6 +24,7 @@ __all__ = ["HttpTransport"]
 log = logging.getLogger("cwtrain.rollout")
 
 _CONNECT_TIMEOUT = 30.0
+_MODELS_TIMEOUT = 30.0
 _KEEP_ALIVE = 4.0
 """Idle connections end here first: uvicorn closes them after 5 seconds, just as they may be used again."""
 _READ_BUFFER = 1 << 20
@@ -79,6 +80,21 @@ class HttpTransport:
                 if not again:
                     raise NoAnswer(str(exc)) from exc
                 again = False
+
+    async def models(self, headers: Mapping[str, str]) -> Reply:
+        """Return the answer to a GET of the endpoint's models."""
+        session = await self._session()
+        progress = _Progress()
+        timeout = attrs.evolve(self._timeout, total=min(self._config.timeout, _MODELS_TIMEOUT))
+        try:
+            with self._in_our_words(progress):
+                async with session.get(
+                    f"{self._config.base_url}/models", headers=headers, allow_redirects=False, timeout=timeout
+                ) as response:
+                    progress.answered = True
+                    return _reply(response, await response.read())
+        except _Disconnected as exc:
+            raise NoAnswer(str(exc)) from exc
 
     @contextlib.asynccontextmanager
     async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:

@@ -187,7 +187,7 @@ class RolloutConfig:
         converter=_count_or_none,
         metadata=env(
             f"{PREFIX}CONTEXT_LENGTH",
-            help="tokens of prompt and answer together; learned from a refusal where unset",
+            help="tokens of prompt and answer together; asked for after a refusal where unset",
         ),
     )
     logprobs: bool = attrs.field(

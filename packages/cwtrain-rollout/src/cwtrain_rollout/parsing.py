@@ -43,7 +43,11 @@ _DECODER = msgspec.json.Decoder(Answer)
 
 
 class BadAnswer(Exception):
-    """An answer that cannot be used; asking again may help."""
+    """An answer that cannot be used; asking again may help. ``error`` is the body where that is a server's error."""
+
+    def __init__(self, message: str, *, error: bytes | None = None) -> None:
+        super().__init__(message)
+        self.error = error
 
 
 class UnfitAnswer(Exception):
@@ -102,6 +106,8 @@ class ReadAnswer:
     """How long the request waited at the server, where the answer says so."""
     identity: str | None = None
     """The one identity that made it, where the answer names it."""
+    prompt_tokens: int | None = None
+    """How many tokens the server counted in the prompt, where it says so."""
 
 
 class _Problem(str):
@@ -183,6 +189,7 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
         given_up=tuple(given_up),
         queue_seconds=answer.queue_seconds,
         identity=answer.single_identity,
+        prompt_tokens=answer.usage.prompt_tokens if answer.usage else None,
     )
 
 
@@ -204,7 +211,7 @@ def decode(body: bytes, quote: Callable[[bytes], str]) -> tuple[Answer, dict[int
             raise BadAnswer(f"the answer {what}: {exc}: {quote(body)}") from exc
         answer, faults = found
     if bytes(answer.error) not in (b"", b"null") or answer.object == "error":
-        raise BadAnswer(f"the answer is an error in spite of its status 200: {quote(body)}")
+        raise BadAnswer(f"the answer is an error in spite of its status 200: {quote(body)}", error=body)
     return answer, faults
 
 

@@ -10,7 +10,7 @@ import datetime as dt
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ import msgspec
 
 from cwtrain._process import renew_locks_after_fork
 from cwtrain.errors import ConfigError
-from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply, Transport
+from cwtrain_rollout.transport import ListsModels, NoAnswer, Reply, StreamedReply, Transport
 
 __all__ = ["Recorder", "Replay"]
 
+_MODELS = b'{"GET": "/models"}'
+"""Stands in a recording for the request for the endpoint's models."""
+_NO_MODELS = Reply(status=404, body=b"the models are not listed")
 _NOT_COMPARED = ("seed", "cache_salt", "nvext")
 """Fields of a request that another run has other values of."""
 
@@ -59,9 +62,17 @@ class Recorder:
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Send it on and note what came."""
-        line = self._line(body, headers)
+        return await self._noted(self._line(body, headers), self._inner.post(body, headers))
+
+    async def models(self, headers: Mapping[str, str]) -> Reply:
+        """Send it on and note what came; 404 where the other transport has no such call."""
+        if not isinstance(self._inner, ListsModels):
+            return _NO_MODELS
+        return await self._noted(self._line(_MODELS, headers), self._inner.models(headers))
+
+    async def _noted(self, line: _Line, sent: Coroutine[Any, Any, Reply]) -> Reply:
         try:
-            reply = await self._inner.post(body, headers)
+            reply = await sent
         except NoAnswer as exc:
             line.no_answer, line.cut = self._hide(str(exc)), exc.cut
             raise
@@ -139,6 +150,11 @@ class Replay:
         """Return what came of the next recorded request like this one."""
         line = self._next(body)
         return self._reply(line)
+
+    async def models(self, headers: Mapping[str, str]) -> Reply:
+        """Return what came of the recorded request for the models; 404 where there was none."""
+        lines = self._lines.get(_key(msgspec.json.decode(_MODELS)))
+        return self._reply(lines.popleft()) if lines else _NO_MODELS
 
     @contextlib.asynccontextmanager
     async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:

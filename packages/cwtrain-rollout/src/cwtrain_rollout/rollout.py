@@ -376,7 +376,8 @@ class Rollout(OneProcess):
     async def _require_processed(self) -> None:
         """Find out once which log-probs the server reports; refuse raw ones of another distribution."""
         engine = self._engine
-        first = self._runs[0]
+        # The shortest prompt: one that fills the context would leave the question open for the others.
+        first = min(self._runs, key=lambda run: (len(run.group.prompt), len(run.group.text or "")))
         if not (engine.config.logprobs and first.sampling.needs_processed):
             return
         if engine.mode is None:
@@ -391,7 +392,7 @@ class Rollout(OneProcess):
             await probe.fill()
             logprobs = probe.got[0].choice.logprobs
             if not logprobs:
-                return  # the prompt fills the context: nothing will be sampled from it
+                return  # even the shortest prompt fills the context: nothing will be sampled
             # Among one token only, the processed log-prob is 0; the raw one is that of all tokens.
             engine.mode = "processed" if abs(logprobs[0]) < 1e-6 else "raw"
             log.info("The endpoint reports %s log-probs", engine.mode)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 
-__all__ = ["NoAnswer", "Reply", "StreamedReply", "Transport"]
+__all__ = ["ListsModels", "NoAnswer", "Reply", "StreamedReply", "Transport"]
 
 
 class NoAnswer(Exception):
@@ -58,4 +58,13 @@ class Transport(Protocol):
 
     async def aclose(self) -> None:
         """Close what the running event loop holds open."""
+        ...
+
+
+@runtime_checkable
+class ListsModels(Protocol):
+    """A transport that can ask the endpoint for its models, too."""
+
+    async def models(self, headers: Mapping[str, str]) -> Reply:
+        """Return the answer to a GET of ``/models``; raises ``NoAnswer``."""
         ...

@@ -23,7 +23,7 @@ from cwtrain_emulator.api.errors import ApiError
 from cwtrain_emulator.api.service import Service
 from cwtrain_emulator.gateway.completion_request import CompletionRequest, parse_chat, parse_completion
 from cwtrain_emulator.gateway.errors import GatewayError
-from cwtrain_emulator.gateway.routing import Router
+from cwtrain_emulator.gateway.routing import Router, max_model_len
 from cwtrain_emulator.replica.pool import Replica, ReplicaError
 from cwtrain_emulator.store import Resource
 
@@ -92,9 +92,11 @@ def gateway_routes(gateway: Gateway, gateway_id: str | None) -> list[BaseRoute]:
     """Return the endpoint's routes, for one gateway's deployments or (None) for all."""
 
     async def models(request: Request) -> Response:
-        rows = gateway.router.models(gateway_id)
-        names = sorted({(row.spec["model"]["name"], int(row.created_at)) for row in rows})
-        data = [{"id": name, "object": "model", "created": made, "owned_by": "cwtrain"} for name, made in names]
+        rows = {(row.spec["model"]["name"], int(row.created_at)): row for row in gateway.router.models(gateway_id)}
+        data = []
+        for (name, made), row in sorted(rows.items(), key=lambda one: one[0]):
+            model = {"id": name, "object": "model", "created": made, "owned_by": "cwtrain", "root": name}
+            data.append({**model, "parent": None, "max_model_len": gateway.router.context_length(row)})
         return JsonResponse({"object": "list", "data": data})
 
     async def completions(request: Request) -> Response:
@@ -156,14 +158,14 @@ async def _complete(gateway: Gateway, gateway_id: str | None, request: Request, 
     prompts = asked.for_replica["prompts"]
     seeded = asked.for_replica["seed"] is not None
     draws = [0 if seeded else gateway.next_draw(deployment, prompt) for prompt in prompts]
-    longest = config.get("max-model-len")
+    longest = max_model_len(deployment)
     order = {
         "op": "complete",
         "mode": config.get("logprobs-mode", "raw_logprobs"),
         "request": {
             **asked.for_replica,
             "draws": draws,
-            "max_model_len": int(longest) if longest else None,
+            "max_model_len": longest,
             "prefix_caching": str(config.get("enable-prefix-caching", True)).lower() != "false",
         },
     }

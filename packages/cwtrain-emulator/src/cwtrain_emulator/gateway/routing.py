@@ -10,7 +10,7 @@ from cwtrain_emulator.gateway.errors import GatewayError
 from cwtrain_emulator.replica.pool import Pool, Replica
 from cwtrain_emulator.store import Resource, Store
 
-__all__ = ["Router"]
+__all__ = ["Router", "max_model_len"]
 
 
 class Router:
@@ -53,6 +53,12 @@ class Router:
         self._shares[chosen.id] += 1
         return chosen
 
+    def context_length(self, deployment: Resource) -> int | None:
+        """Return how many tokens a prompt and its answer may have; None while nothing is served that could say so."""
+        lengths = [replica.max_length for replica in self._pool.of_deployment(deployment.id) if replica.max_length]
+        told = max_model_len(deployment)
+        return min([*lengths, *([told] if told else [])], default=None) if lengths else None
+
     def replica(self, deployment: Resource, session: str | None) -> Replica:
         """Return the replica for a request; raises GatewayError (503) when none has weights."""
         replicas = self._pool.of_deployment(deployment.id)
@@ -66,6 +72,12 @@ class Router:
         turn = self._turns[deployment.id]
         self._turns[deployment.id] += 1
         return serving[turn % len(serving)]
+
+
+def max_model_len(deployment: Resource) -> int | None:
+    """Return the engine option of that name; None where it is not set."""
+    longest = deployment.spec["runtime"].get("engineConfig", {}).get("max-model-len")
+    return int(longest) if longest else None
 
 
 def _nearest(replicas: Sequence[Replica], session: str) -> Replica:

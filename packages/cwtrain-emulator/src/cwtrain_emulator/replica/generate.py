@@ -23,7 +23,7 @@ from cwtrain_emulator.replica.capacity import between_tokens
 from cwtrain_emulator.replica.render import Choice, Form, Fragment, ranked
 from cwtrain_emulator.replica.serving import Served
 
-__all__ = ["Completion", "Context", "RequestError", "complete"]
+__all__ = ["Completion", "Context", "RequestError", "complete", "too_long"]
 
 _DEFAULT_MAX_TOKENS = 16
 # Below this a temperature means greedy decoding, as in vLLM: dividing by it would leave nothing finite.
@@ -70,12 +70,22 @@ class Context:
 class _Group:
     """The choices of one prompt."""
 
-    def __init__(self, served: Served, request: Mapping[str, Any], context: Context, *, number: int, mode: str) -> None:
+    def __init__(
+        self,
+        served: Served,
+        request: Mapping[str, Any],
+        context: Context,
+        *,
+        number: int,
+        mode: str,
+        faults: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         if served.engine is None or served.tokenizer is None:
             raise RequestError(501, served.why_not or f"a {served.model_type!r} model is not run here")
         self._request = request
         self._context = context
         self._served = served
+        self._too_long = next((fault for fault in faults if fault["kind"] == "too_long"), None)
         self._engine: Engine = served.engine
         self._tokenizer: Tokenizer = served.tokenizer
         self._processed = mode == "processed_logprobs"
@@ -124,25 +134,22 @@ class _Group:
     def _token_limit(self) -> int:
         limit = min(self._engine.max_length, self._request.get("max_model_len") or self._engine.max_length)
         room = limit - len(self.prompt)
-        if room < 1:
-            raise RequestError(
-                400,
-                f"This model's maximum context length is {limit} tokens, but the prompt has {len(self.prompt)} tokens "
-                "and leaves no room for an answer.",
-                param=self._prompt_field,
-            )
         asked: int | None = self._request["max_tokens"]
+        if room < 1:
+            raise self._refusal(limit, asked, self._prompt_field)
         if asked is None:
             usual = room if self._request["chat"] else _DEFAULT_MAX_TOKENS
             return min(self._served.default_max_tokens or usual, room)
         if asked > room:
-            raise RequestError(
-                400,
-                f"'max_tokens' is too large: {asked}. This model's maximum context length is {limit} tokens and the "
-                f"prompt has {len(self.prompt)} tokens.",
-                param="max_tokens",
-            )
+            raise self._refusal(limit, asked, "max_tokens")
         return asked
+
+    def _refusal(self, limit: int, asked: int | None, param: str) -> RequestError:
+        """Return the refusal of a prompt and an answer that are longer than the context."""
+        fault, prompt = self._too_long, len(self.prompt)
+        words = "own" if fault is None else fault["words"]
+        status = 400 if fault is None else fault["answer"]
+        return RequestError(status, too_long(words, limit=limit, prompt=prompt, asked=asked), param=param)
 
     def _numbers(self, position: int, draw: int) -> Floats:
         asked = self._request["seed"]
@@ -317,18 +324,22 @@ async def complete(
     *,
     mode: str,
     emit: Callable[[list[Fragment]], None] | None = None,
-    endings: Sequence[Mapping[str, Any]] = (),
+    faults: Sequence[Mapping[str, Any]] = (),
 ) -> Completion:
     """Serve a request, which the gateway has checked, with the weights that are current at each token.
 
-    Raises RequestError. With `emit` the choices go out in fragments, and the result's `choices` stay empty. `endings`
-    are faults that end choices in their own way.
+    Raises RequestError. With `emit` the choices go out in fragments, and the result's `choices` stay empty. `faults`
+    are those that change what is answered.
     """
     served = context.current()
-    groups = [_Group(served, request, context, number=number, mode=mode) for number in range(len(request["prompts"]))]
+    groups = [
+        _Group(served, request, context, number=number, mode=mode, faults=faults)
+        for number in range(len(request["prompts"]))
+    ]
     for group in groups:
-        for ending in endings:
-            group.end_with(ending)
+        for fault in faults:
+            if fault["kind"] == "finish":
+                group.end_with(fault)
     result = Completion()
     if request["chat"] and request["return_token_ids"]:
         result.prompt_token_ids = groups[0].prompt
@@ -344,6 +355,48 @@ async def complete(
             if request["report_tokens"]:
                 result.tokens = choice.tokens
     return result
+
+
+def too_long(words: str, *, limit: int, prompt: int, asked: int | None) -> str:
+    """Return how an engine (or this emulator) refuses `prompt` and `asked` tokens where `limit` go."""
+    answer = asked or 0
+    fits = prompt < limit
+    if words == "vllm":
+        return (
+            f"You passed {prompt} input tokens and requested {answer} output tokens. However, the model's context "
+            f"length is only {limit} tokens, resulting in a maximum input length of {max(0, limit - answer)} tokens. "
+            "Please reduce the length of the input prompt."
+        )
+    if words == "vllm-length":
+        return (
+            f"The decoder prompt (length {prompt}) is longer than the maximum model length of {limit}. Make sure that "
+            "`max_model_len` is no smaller than the number of text tokens."
+        )
+    if words == "vllm-old":
+        return (
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + answer} tokens "
+            f"({prompt} in the messages, {answer} in the completion). Please reduce the length of the messages or "
+            "completion."
+        )
+    if words == "sglang" or (words == "sglang-input" and fits):
+        return (
+            f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+            f"total of {prompt + answer} tokens: {prompt} tokens from the input messages and {answer} tokens for the "
+            "completion."
+        )
+    if words == "sglang-input":
+        return f"The input ({prompt} tokens) is longer than the model's context length ({limit} tokens)."
+    if words == "none":
+        return "The request cannot be served."
+    if fits:
+        return (
+            f"'max_tokens' is too large: {asked}. This model's maximum context length is {limit} tokens and the "
+            f"prompt has {prompt} tokens."
+        )
+    return (
+        f"This model's maximum context length is {limit} tokens, but the prompt has {prompt} tokens "
+        "and leaves no room for an answer."
+    )
 
 
 def _sampling(asked: Mapping[str, float], defaults: Mapping[str, float]) -> Sampling:

@@ -45,10 +45,6 @@ class Misfortunes:
         kinds = {fault["kind"] for fault in faults}
         return Sabotage(damage="damage" in kinds, die="die" in kinds)
 
-    def endings(self, faults: Sequence[Rule]) -> list[Rule]:
-        """Return the faults that end a request's choices."""
-        return [fault for fault in faults if fault["kind"] == "finish"]
-
     def after_tokens(self, faults: Sequence[Rule], tokens: int, *, over: bool = False) -> None:
         """Die if a fault wants it after so many tokens, or at the latest when the request is over."""
         for fault in faults:

@@ -52,6 +52,7 @@ class Replica:
     state: str = "STARTING"
     identity: str = ""
     error: str = ""
+    max_length: int | None = None
     directory: Path = Path()
     load_id: str = ""
     restored: bool = False
@@ -315,6 +316,7 @@ class Pool:
     def _received(self, replica: Replica, head: dict[str, Any], payload: bytes) -> None:
         if head["op"] == "state":
             replica.state, replica.identity, replica.error = head["state"], head["identity"], head["error"]
+            replica.max_length = head["max_length"]
             if replica.state == "READY":
                 replica.deaths = 0
             replica.load_id = head["load_id"]

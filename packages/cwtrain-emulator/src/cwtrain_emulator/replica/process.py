@@ -149,7 +149,17 @@ class Replica:
 
     def _send_state(self, order: dict[str, Any], state: str, *, error: str = "") -> None:
         identity = self._served.identity if self._served is not None else ""
-        self._send({"op": "state", "load_id": order["load_id"], "state": state, "identity": identity, "error": error})
+        engine = self._served.engine if self._served is not None else None
+        self._send(
+            {
+                "op": "state",
+                "load_id": order["load_id"],
+                "state": state,
+                "identity": identity,
+                "error": error,
+                "max_length": engine.max_length if engine is not None else None,
+            }
+        )
 
     # Requests
 
@@ -169,7 +179,6 @@ class Replica:
                     self._send({"op": "part", "rid": rid}, _dump([fragment]))
 
         request, faults = head["request"], head["faults"]
-        endings = self._misfortunes.endings(faults)
 
         async def interruption(tokens: int) -> None:
             self._misfortunes.after_tokens(faults, tokens)
@@ -178,7 +187,7 @@ class Replica:
             sequences = request["n"] * len(request["prompts"])
             async with self._capacity.admit(sequences, interruption if faults else None) as turn:
                 await self._misfortunes.before(faults)
-                done = await complete(request, self._context, mode=head["mode"], emit=emit, endings=endings)
+                done = await complete(request, self._context, mode=head["mode"], emit=emit, faults=faults)
                 await turn.step()
                 self._misfortunes.after_tokens(faults, turn.steps, over=True)
                 timing = turn.timing()
