@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import attrs
 
@@ -17,10 +17,10 @@ from cwtrain.events import RolloutBatchCompleted
 from cwtrain_rollout._engine import Engine
 from cwtrain_rollout._group import Got, GroupRun, all_or_nothing, cancel_all
 from cwtrain_rollout.errors import RolloutAnswerError, RolloutError, StaleWeightsError
-from cwtrain_rollout.protocol import Group, Sample, SampledGroup, SampleStatus, SamplingParams
+from cwtrain_rollout.protocol import Group, Sample, SampledGroup, SampleStatus, SamplingParams, whole
 from cwtrain_rollout.requests import check_salt
 from cwtrain_rollout.served import ServedWeights
-from cwtrain_rollout.spans import History, WeightSpan
+from cwtrain_rollout.spans import History, Load, WeightSpan
 
 __all__ = ["Options", "Rollout"]
 
@@ -32,16 +32,35 @@ _EXACT_ATTEMPTS = 8
 """How often a sample that several versions may have made is sampled again."""
 
 
+def _version(wanted: Any) -> Any:
+    """Return a version as it was given, numpy's numbers as Python's."""
+    if wanted is None or isinstance(wanted, str):
+        return wanted
+    return whole(wanted.tolist() if hasattr(wanted, "tolist") else wanted)
+
+
 @attrs.frozen(kw_only=True)
 class Options:
     """How a rollout is made; ``Sampler.sample`` says what each means."""
 
     cache_salt: str | None = None
-    min_version: int | str | None = None
-    exact_version: bool | int | str = False
+    min_version: int | str | None = attrs.field(default=None, converter=_version)
+    exact_version: bool | int | str = attrs.field(default=False, converter=_version)
     evaluation: bool = False
     partial: bool = False
     on_failure: str = "raise"
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        for name, wanted in (("min_version", self.min_version), ("exact_version", self.exact_version)):
+            if isinstance(wanted, bool) or wanted is None:
+                fits = (wanted is None) == (name == "min_version")
+            else:
+                fits = wanted != "" if isinstance(wanted, str) else type(wanted) is int and wanted >= 0
+            if not fits:
+                problems.append(f"{name} is {wanted!r}: a trainer's number, an identity or a hot-load's id is needed")
+        if problems:
+            raise ConfigError("; ".join(problems), problems=problems)
 
 
 def _checked(groups: Iterable[Group], sampling: SamplingParams) -> list[Group]:
@@ -308,13 +327,23 @@ class Rollout(OneProcess):
         return span is not None and (span.exact if isinstance(exact, bool) else span.is_only(exact))
 
     def _span(self, got: Got, after: History | None) -> WeightSpan | None:
-        served = self._engine.served
-        number = {"number": served.number} if served is not None else {}
-        if got.identity is not None:
-            return WeightSpan(got.identity, got.identity, **number)
+        named = got.identity
         if after is None or got.history is None:
-            return None
-        return WeightSpan(got.history.served, after.newest, **number)
+            return self._between(named, named, after) if named is not None else None
+        if named is None:
+            return self._between(got.history.served, after.newest, after)
+        # It says whose tokens these are, not whose KV they were computed on: that may be of everything that was served
+        # under the request's salt. So it is the newest end; where it was loaded again since, the last time counts.
+        newest = after.find(named.identity)
+        if newest is None and got.history.served is None:
+            return self._between(named, named, after)
+        return self._between(got.history.served, newest or named, after)
+
+    def _between(self, oldest: Load | None, newest: Load | None, after: History | None) -> WeightSpan:
+        served = self._engine.served
+        if served is None:
+            return WeightSpan(oldest, newest)
+        return WeightSpan(oldest, newest, number=served.number, epoch=after.epoch if after is not None else None)
 
     # Results -----------------------------------------------------------------------------------------------------
 
@@ -370,7 +399,7 @@ class Rollout(OneProcess):
             finish_reason="abort",
             text="".join(partial.texts) if partial is not None and ids else "",
             request_id=partial.request_id if partial is not None else "",
-            weights=WeightSpan(history.served, after.newest) if known and history and after else None,
+            weights=self._between(history.served, after.newest, after) if known and history and after else None,
         )
 
     async def _require_processed(self) -> None:

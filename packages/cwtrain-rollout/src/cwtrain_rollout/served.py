@@ -27,7 +27,7 @@ from cwtrain.errors import (
     UnauthenticatedError,
 )
 from cwtrain_rollout.errors import RolloutError, StaleWeightsError
-from cwtrain_rollout.spans import History, Load, version_number
+from cwtrain_rollout.spans import History, Load, number_in, version_number
 
 if TYPE_CHECKING:
     from cwtrain.hotload.status import BaselineStatus
@@ -182,6 +182,7 @@ class ServedWeights(NotPickled):
         self._begun = float("-inf")
         self._since = float("-inf")
         self._history: History | None = None
+        self._begun_epoch: str | None = None
         self._changed_at = float("-inf")
         self.reads = 0
         renew_after_fork(self, ServedWeights._leave)
@@ -247,22 +248,37 @@ class ServedWeights(NotPickled):
         began = self._clock()
         history = await self.fresh(began - recent)
         base = await asyncio.to_thread(self.source.baseline)
+        history = self._told(base, history)
         while True:
             waiting = self._missing(history, base, minimum, settled=settled)
             if waiting is None:
                 return history
             if self._clock() - began > self._patience:
                 served = history.served.identity if history.served else None
+                hint = "look at: cwtrain hotload list --deployment ID; CWTRAIN_ROLLOUT_DEADLINE is the patience"
+                if isinstance(minimum, int) and history.epoch:
+                    hint = f"a number is a version of the newest epoch, {history.epoch}-v...; {hint}"
                 raise StaleWeightsError(
                     f"{waiting} after {self._patience:g} s; served is {served or 'no hot-load yet'}",
                     wanted=None if minimum is None else str(minimum),
                     served=served,
-                    hint="look at: cwtrain hotload list --deployment ID; CWTRAIN_ROLLOUT_DEADLINE is the patience",
+                    hint=hint,
                 )
             await self._sleep(max(0.01, self.due()))
             history = await self.fresh(self._clock())
             if base is not None and base.state == "publishing":
                 base = await asyncio.to_thread(self.source.baseline)
+                history = self._told(base, history)
+
+    def _told(self, base: BaselineStatus | None, history: History) -> History:
+        """Note which epoch the publisher says it has begun, and return the history with it."""
+        if base is None or base.prefix is None:
+            return history
+        with self._lock:
+            self._begun_epoch = base.prefix
+            if self._history is not None:
+                self._history = attrs.evolve(self._history, begun=base.prefix)
+        return attrs.evolve(history, begun=base.prefix)
 
     def _missing(
         self, history: History, base: BaselineStatus | None, minimum: int | str | None, *, settled: bool
@@ -274,7 +290,7 @@ class ServedWeights(NotPickled):
             # or the publisher's word, says that it is there.
             if base.state == "publishing" and (served is None or served.identity != base.identity):
                 return f"the base {base.identity!r} of the run is not served"
-            if base.state == "failed" and not history.serves_at_least(base.identity, self.number):
+            if base.state == "failed" and not _made_good(history, base):
                 raise StaleWeightsError(
                     f"The base {base.identity!r} of the run was not published: {base.error or base.state}",
                     wanted=base.identity,
@@ -312,7 +328,8 @@ class ServedWeights(NotPickled):
                 if not read.cancelled() and read.exception() is None:
                     if self._history is not None and self._history.loads[:1] != read.result().loads[:1]:
                         self._changed_at = self._clock()
-                    self._history, self._since = read.result(), began
+                    self._history = attrs.evolve(read.result(), begun=self._begun_epoch)
+                    self._since = began
 
         running.add_done_callback(done)
         return running
@@ -333,3 +350,13 @@ class ServedWeights(NotPickled):
         self._lock, self._thread, self._running = threading.RLock(), None, None
         self._begun = float("-inf")
         return left
+
+
+def _made_good(history: History, base: BaselineStatus) -> bool:
+    """Whether a base that failed is served in spite of that, or something of its epoch that was made after it."""
+    served = history.served
+    if served is None or not history.serves_at_least(base.identity):
+        return False
+    return (
+        served.identity == base.identity or base.prefix is None or number_in(base.prefix, served.identity) is not None
+    )

@@ -225,6 +225,7 @@ class Baseline:
             run_id=self.journal.state.run_id,
             identity=identity,
             state=state,
+            epoch=self.journal.state.epoch or None,
         )
 
 
