@@ -16,6 +16,7 @@ import aiohttp
 import attrs
 
 from cwtrain._process import renew_after_fork
+from cwtrain.config.network import ca_bundles, proxy_for
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.transport import NoAnswer, Reply, StreamedReply
 
@@ -51,6 +52,9 @@ class HttpTransport:
     def __init__(self, config: RolloutConfig, *, path: str = "completions") -> None:
         self._config = config
         self._url = f"{config.base_url}/{path}"
+        self._proxy = proxy_for(config.base_url) if config.trust_env else None
+        if config.base_url.startswith("https:"):
+            ca_bundles()  # OpenSSL reads the variables itself, and says nothing about a bundle that is not there
         self._timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=_CONNECT_TIMEOUT)
         self._open: dict[asyncio.AbstractEventLoop, _Open] = {}
         self._lock = threading.Lock()
@@ -63,14 +67,14 @@ class HttpTransport:
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Return the answer to one POST; a connection that was dead when it was used is not the end."""
-        session = await self._session()
+        session, proxy = await self._session(), self._proxy_url
         again = True
         while True:
             progress = _Progress()
             try:
                 with self._in_our_words(progress):
                     async with session.post(
-                        self._url, data=body, headers=headers, allow_redirects=False, timeout=self._timeout
+                        self._url, data=body, headers=headers, allow_redirects=False, timeout=self._timeout, proxy=proxy
                     ) as response:
                         progress.answered = True
                         return _reply(response, await response.read())
@@ -99,13 +103,13 @@ class HttpTransport:
     @contextlib.asynccontextmanager
     async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:
         """Open a streamed answer; leaving the context closes the connection, which ends the work at the server."""
-        session = await self._session()
+        session, proxy = await self._session(), self._proxy_url
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT, sock_read=self._config.idle_timeout)
         progress = _Progress()
         try:
             with self._in_our_words(progress):
                 async with session.post(
-                    self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout
+                    self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout, proxy=proxy
                 ) as response:
                     progress.answered = True
                     if response.status != 200 or "event-stream" not in response.headers.get("Content-Type", ""):
@@ -147,7 +151,7 @@ class HttpTransport:
         _make_room_for(config.fixed_concurrency or config.concurrency_max * config.replicas)
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE, ttl_dns_cache=60),
-            trust_env=self._config.trust_env,
+            trust_env=False,  # which proxy it is was read above; a .netrc is nobody's business
             # Bodies are mostly digits of high entropy: inflating them costs more than reading them.
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
             read_bufsize=_READ_BUFFER,
@@ -175,6 +179,7 @@ class HttpTransport:
             raise NoAnswer(f"no answer within {config.timeout:g} s", cut=True) from exc
         except (aiohttp.ClientError, ssl.SSLError) as exc:
             words = config.without_key(f"{type(exc).__name__}: {str(exc) or 'no more is known'}")
+            words = words if self._proxy is None else self._proxy.hide(words)
             if progress.answered:
                 raise NoAnswer(f"the answer was cut short ({words})", cut=True) from exc
             failed = f"the connection failed ({words}){self._proxied}"
@@ -185,8 +190,14 @@ class HttpTransport:
             raise NoAnswer(failed) from exc
 
     @property
+    def _proxy_url(self) -> str | None:
+        return None if self._proxy is None else self._proxy.url
+
+    @property
     def _proxied(self) -> str:
-        return " (TRUST_ENV=1: a proxy of the environment may be in between)" if self._config.trust_env else ""
+        if self._proxy is None:
+            return ""
+        return f" (TRUST_ENV=1: it went through the proxy {self._proxy.host} of {self._proxy.source})"
 
 
 @attrs.define

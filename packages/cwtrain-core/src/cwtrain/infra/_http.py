@@ -9,10 +9,10 @@ import os
 import platform
 import ssl
 import time
-import urllib.request
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ import httpx
 
 from cwtrain._process import renew_after_fork
 from cwtrain.config.api import ApiConfig, is_loopback
+from cwtrain.config.network import Proxy, ca_bundles, hide_user_info, proxy_for
 from cwtrain.errors import (
     ConfigError,
     ConnectionFailedError,
@@ -78,15 +79,15 @@ class Http:
         self._token_source = config.token_source
         self._token_quoted = len(token) > 1 and token[0] == token[-1] and token[0] in "\"'"
         self._scrub = Scrubber([token, *(value for value in config.headers.values() if len(value) >= 8)])
-        self._trust_env = not is_loopback(config.base_url)
+        loopback = is_loopback(config.base_url)
         self._closed = False
         self._missing = config.missing
-        if urlsplit(config.base_url).scheme == "http" and self._trust_env:
+        if urlsplit(config.base_url).scheme == "http" and not loopback:
             logger.warning("%s is not encrypted: the token can be read on the way", config.base_url)
         if config.verify is False:
             logger.warning("TLS checks are off for %s", config.base_url)
         # Certificates take 30 ms to load: not where nothing is encrypted (loopback has no proxy either).
-        needs_tls = transport is None and (self._trust_env or urlsplit(config.base_url).scheme == "https")
+        needs_tls = transport is None and (not loopback or urlsplit(config.base_url).scheme == "https")
         headers = {
             "Accept": "application/json",
             "User-Agent": f"cwtrain/{version('cwtrain-core')} python/{platform.python_version()}",
@@ -94,23 +95,27 @@ class Http:
             "Authorization": f"Bearer {token}",
         }
         tls = _tls(config.verify) if needs_tls else False
+        self._proxy: Proxy | None = None
+        if transport is None and not loopback:
+            self._proxy = proxy_for(config.base_url, schemes=_proxy_schemes())
         self._connect = functools.partial(
             httpx.Client,
             headers=headers,
             verify=tls,
             transport=transport,
-            trust_env=self._trust_env,
+            proxy=None if self._proxy is None else self._proxy.url,
+            trust_env=False,  # what of the environment counts was read above, and in _tls
             follow_redirects=False,
             limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
         )
         self._client: httpx.Client | None
         try:
             self._open()
-        except (ValueError, ImportError) as exc:  # a proxy variable that httpx cannot use
+        except (ValueError, ImportError, httpx.InvalidURL) as exc:
             raise ConfigError(
-                f"cannot set up connections to {config.base_url}: {self._scrub.text(str(exc))}",
+                f"cannot set up connections to {config.base_url}: {self._hidden(exc)}",
                 hint="check HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or name the host in NO_PROXY",
-            ) from exc
+            ) from None
         renew_after_fork(self, Http._leave)
 
     def close(self) -> None:
@@ -208,12 +213,12 @@ class Http:
                 hint="the call may have taken effect; it is safe to make it again",
             ) from exc
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as exc:
-            raise ConfigError(f"the request cannot be sent ({where}): {self._scrub.text(str(exc))}") from exc
+            raise ConfigError(f"the request cannot be sent ({where}): {self._hidden(exc)}") from exc
         except httpx.RequestError as exc:
             raise self._no_connection(exc, where) from exc
 
     def _no_connection(self, exc: httpx.RequestError, where: str) -> TransportError:
-        text = quote(self._scrub.text(str(exc))) or type(exc).__name__
+        text = quote(self._hidden(exc)) or type(exc).__name__
         hint = "check the network and COREWEAVE_API_URL"
         if "CERTIFICATE_VERIFY_FAILED" in text:
             hint = "give the CA bundle that the server's certificate needs: SSL_CERT_FILE or verify=PATH"
@@ -222,20 +227,14 @@ class Http:
             hint=hint,
         )
 
+    def _hidden(self, exc: Exception) -> str:
+        """Return what the library said, without a secret in it."""
+        text = self._scrub.text(str(exc))
+        return hide_user_info(text) if self._proxy is None else self._proxy.hide(text)
+
     def _by_proxy(self) -> str:
         """Say so when a proxy from the environment is in between; it is the first suspect."""
-        if not self._trust_env:
-            return ""
-        parts = urlsplit(self.base_url)
-        proxies = urllib.request.getproxies()
-        if urllib.request.proxy_bypass(parts.hostname or ""):
-            return ""
-        scheme = next((name for name in (parts.scheme, "all") if proxies.get(name)), None)
-        if scheme is None:
-            return ""
-        host = urlsplit(proxies[scheme]).hostname or "a proxy"
-        variable = f"{scheme}_proxy" if os.environ.get(f"{scheme}_proxy") else f"{scheme.upper()}_PROXY"
-        return f"; it went through the proxy {host} of {variable}"
+        return "" if self._proxy is None else f"; it went through the proxy {self._proxy.host} of {self._proxy.source}"
 
     def _decoded(self, answer: bytes, status: int, headers: Mapping[str, str], where: str) -> dict[str, Any]:
         try:
@@ -268,15 +267,26 @@ def _encoded(body: Mapping[str, Any], where: str) -> bytes:
         ) from exc
 
 
+def _proxy_schemes() -> tuple[str, ...]:
+    return ("http", "https", "socks5", "socks5h") if find_spec("socksio") else ("http", "https")
+
+
 def _tls(verify: bool | str) -> bool | ssl.SSLContext:
-    """Return what httpx takes: its own default, no checks, or a context for a CA file or folder."""
-    if isinstance(verify, bool):
-        return verify
+    """Return what httpx takes: no checks, its own default, or a context for the CA file or folders that were named."""
+    if verify is False:
+        return False
+    source, named = ("the CA bundle", [verify]) if isinstance(verify, str) else ca_bundles()
+    if not named:
+        return True
     try:
-        if os.path.isdir(verify):
-            return ssl.create_default_context(capath=verify)
-        return ssl.create_default_context(cafile=verify)
+        context = ssl.create_default_context(
+            cafile=None if os.path.isdir(named[0]) else named[0], capath=named[0] if os.path.isdir(named[0]) else None
+        )
+        for path in named[1:]:
+            context.load_verify_locations(capath=path)
+        return context
     except OSError as exc:  # ssl.SSLError is one
         raise ConfigError(
-            f"{verify} cannot be used as a CA bundle: {exc}", hint="give the path of a PEM file with certificates"
+            f"{named[0]} cannot be used as a CA bundle ({source}): {exc}",
+            hint="give the path of a PEM file with certificates",
         ) from exc

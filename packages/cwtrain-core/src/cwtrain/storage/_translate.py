@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from botocore import exceptions as boto
 
+from cwtrain.config.network import hide_user_info
 from cwtrain.errors import (
     ConfigError,
     ConnectionFailedError,
@@ -191,5 +192,5 @@ def _at(settings: S3Settings | None) -> str:
 
 
 def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = hide_user_info(" ".join(str(error).split()))
     return text if len(text) <= _QUOTED else text[:_QUOTED] + "..."

@@ -21,10 +21,12 @@ import boto3
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
+from botocore.utils import get_environ_proxies
 
 from cwtrain._process import renew_after_fork, renew_locks_after_fork
 from cwtrain.config import StorageConfig
 from cwtrain.config.api import is_loopback
+from cwtrain.config.network import proxy_for
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
 from cwtrain.storage._signing import sign_known_bodies, watch_credentials
 from cwtrain.storage._translate import translate
@@ -121,6 +123,7 @@ def s3_client(
                 f"the S3 client cannot be made: {error}",
                 hint="check the endpoint (CW_S3_ENDPOINT, such as https://cwobject.com) and the region (AWS_REGION)",
             ) from error
+        _check_ca_bundle(client)
         settings = S3Settings(
             endpoint_url=endpoint,
             endpoint_source=endpoint_source,
@@ -240,10 +243,26 @@ def _config(given: Config, profile: Mapping[str, Any], endpoint: str, pool: int)
         ours["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
     if is_loopback(endpoint):
         ours["proxies"] = {}  # no proxy of the site can reach this machine's own store; the API's client does the same
+    elif getattr(given, "proxies", None) is None:
+        # botocore fails in the middle of a request on what it cannot read; it knows neither SOCKS nor ALL_PROXY.
+        proxy, scheme = proxy_for(endpoint, all_proxy=False), urlsplit(endpoint).scheme
+        wanted = {} if proxy is None else {scheme: proxy.url}
+        if get_environ_proxies(endpoint).get(scheme) != wanted.get(scheme):
+            ours["proxies"] = wanted
     s3: dict[str, Any] = dict(getattr(given, "s3", None) or {})
     s3["addressing_style"] = _addressing(s3.get("addressing_style"), endpoint)
     s3.setdefault("payload_signing_enabled", StorageConfig.from_env().sign_payload)
     return Config(**ours).merge(given).merge(Config(s3=s3))
+
+
+def _check_ca_bundle(client: Any) -> None:
+    """Raise ConfigError for a CA bundle that is not there: it would be found out in the middle of an upload."""
+    bundle = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_verify", None)
+    if isinstance(bundle, str) and not os.path.exists(bundle):
+        raise ConfigError(
+            f"the CA bundle {bundle!r} of the S3 client does not exist",
+            hint="correct AWS_CA_BUNDLE (or REQUESTS_CA_BUNDLE, the profile's ca_bundle, or verify=), or unset it",
+        )
 
 
 def _configured(name: str, profile: Mapping[str, Any]) -> bool:
