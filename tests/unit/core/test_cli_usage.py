@@ -40,6 +40,7 @@ TABLE = {
         "--checkpoint": ...,
         "--identity": ...,
         "--previous-identity": None,
+        "--base-version": None,
         "--reset-prompt-cache": False,
         "--no-wait": True,
         "--timeout": 1800.0,

@@ -32,6 +32,11 @@ _previous_identity = click.option(
     type=TEXT,
     help="Identity that a delta applies to.  [default: for a numeric base_version N in its index, weight_v{N:06d}]",
 )
+_base_version = click.option(
+    "--base-version",
+    type=click.IntRange(min=0),
+    help="Version that the delta's predecessor holds.  [default: what its manifest says, or else its name]",
+)
 _reset_prompt_cache = click.option(
     "--reset-prompt-cache", is_flag=True, help="Empty the prompt cache at the swap.  [default: the server's policy]"
 )
@@ -92,6 +97,7 @@ def inspect(ctx: Context, directory: str, previous_identity: str | None, verify:
 )
 @click.option("--identity", type=IDENTITY, required=True, help="Identity to publish it under.")
 @_previous_identity
+@_base_version
 @_reset_prompt_cache
 @no_wait_option
 @timeout_option(1800, "Seconds for everything after the upload.")
@@ -104,6 +110,7 @@ def publish(
     checkpoint: str,
     identity: str,
     previous_identity: str | None,
+    base_version: int | None,
     reset_prompt_cache: bool,
     wait: bool,
     timeout: float,
@@ -119,7 +126,13 @@ def publish(
     with ctx.client() as client:
         loader = ctx.loader(client, deployment_id)
         if dry_run:
-            plan = loader.plan(checkpoint, identity, previous_identity=previous_identity, prompt_cache_policy=policy)
+            plan = loader.plan(
+                checkpoint,
+                identity,
+                previous_identity=previous_identity,
+                prompt_cache_policy=policy,
+                base_version=base_version,
+            )
             ctx.out.data(_plain(attrs.asdict(plan)), ids=[plan.identity])
             return
         ctx.still_running(_RESUMES)
@@ -133,6 +146,7 @@ def publish(
                 timeout=timeout,
                 on_progress=on_progress,
                 workers=workers,
+                base_version=base_version,
             )
     _print(ctx, done)
 

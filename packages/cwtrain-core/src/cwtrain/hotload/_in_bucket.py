@@ -10,8 +10,10 @@ from contextlib import suppress
 from cwtrain.errors import SnapshotError, StorageNotFoundError, StorageRegionError
 from cwtrain.hotload._writer_receipts import WrittenSnapshot
 from cwtrain.hotload.planning import some
+from cwtrain.hotload.upload import manifest_of, require_version
 from cwtrain.models.snapshot import INDEX_NAME, ChainLink, SnapshotKind
 from cwtrain.snapshots.identity import check_identity
+from cwtrain.snapshots.manifest import BASE_VERSION
 from cwtrain.storage import Location, ObjectStore
 
 __all__ = ["named", "previous_as_written", "previous_in_bucket", "require_objects"]
@@ -38,8 +40,9 @@ def previous_in_bucket(
     """Return the identity that ``identity`` applies to, None for a full snapshot.
 
     ``store`` makes the store at its first use: without a region or credentials there is none, and the service looks
-    instead. ``given`` is what the caller says, and wins over the index. Raises SnapshotError where there is no such
-    snapshot, or where a predecessor is given for a full one.
+    instead. ``given`` is what the caller says: the snapshot itself must say the same. Raises SnapshotError where there
+    is no such snapshot, or where a predecessor is given for a full one; SnapshotChainError where it was made on other
+    weights than those of its predecessor.
     """
     try:
         index = json.loads(store().get(location.key(identity, INDEX_NAME)))
@@ -62,7 +65,17 @@ def previous_in_bucket(
         if given:
             raise _applies_to_none(location.uri(identity), given)
         return None
-    return given or str(metadata.get("base_version") or "") or None
+    base = str(metadata.get("base_version") or "")
+    previous = given or base or None
+    if previous is None:
+        return None
+    where = location.uri(identity)
+    if given and base and given != base:
+        # Our uploads name the identity here. Another tool may have left the trainer's own number.
+        require_version(where, base, previous, manifest_of(previous, store(), location).get("version"))
+    if (recorded := manifest_of(identity, store(), location).get(BASE_VERSION)) is not None:
+        require_version(where, str(recorded), previous, manifest_of(previous, store(), location).get("version"))
+    return previous
 
 
 def previous_as_written(written: WrittenSnapshot, location: Location, *, given: str | None) -> str | None:

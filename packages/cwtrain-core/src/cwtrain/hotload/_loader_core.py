@@ -12,7 +12,7 @@ from cwtrain.hotload import chain as chains
 from cwtrain.hotload._mirror_hold import Hold
 from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
 from cwtrain.hotload.progress import OnProgress, ProgressEvent
-from cwtrain.hotload.upload import put_manifest, store_for, upload_with_manifest
+from cwtrain.hotload.upload import put_manifest, require_base, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
 from cwtrain.infra._poll import check_seconds
 from cwtrain.infra.lifecycle import wait_for_deployment
@@ -72,6 +72,8 @@ class LoaderCore:
         self._clock = clock
         self._sleep = sleep
         self._deployment: Deployment | None = None
+        self._versions: Mapping[str, str | int | None] = {}
+        """The version of the identity that was uploaded last."""
 
     def __repr__(self) -> str:
         return f"HotLoader(deployment_id={self.deployment_id!r})"
@@ -227,6 +229,10 @@ class LoaderCore:
                 sleep=self._sleep,
             )
 
+    def _require_base(self, snapshot: LocalSnapshot, given: str | int | None) -> None:
+        """Raise SnapshotChainError for a delta on another version than its predecessor holds: see ``require_base``."""
+        require_base(snapshot, store=self.store, location=self.location, given=given, known=self._versions)
+
     def _tell_started(self, snapshot: LocalSnapshot, identity: str, version: int | None) -> None:
         self.plugins.notify(
             SyncStarted(
@@ -257,6 +263,7 @@ class LoaderCore:
         version: int | None = None,
         free: bool = False,
         hold: Hold | None = None,
+        base_known: bool = False,
     ) -> UploadReport:
         def tell(progress: UploadProgress) -> None:
             if on_progress is not None:
@@ -275,7 +282,10 @@ class LoaderCore:
             max_bytes_per_second=self.max_bytes_per_second,
             free=free,
             hold=hold,
+            base_known=base_known,
         )
+        # What applies to it next is compared with this, and the manifest need not be read back.
+        self._versions = {identity: snapshot.version if version is None else version}
         self.plugins.notify(
             SnapshotUploaded(
                 identity=identity,

@@ -66,6 +66,7 @@ class HotLoader(LoaderCore):
         on_progress: OnProgress | None = ...,
         workers: int = ...,
         version: int | None = ...,
+        base_version: str | int | None = ...,
         dry_run: Literal[False] = ...,
     ) -> HotLoad: ...
 
@@ -82,6 +83,7 @@ class HotLoader(LoaderCore):
         on_progress: OnProgress | None = ...,
         workers: int = ...,
         version: int | None = ...,
+        base_version: str | int | None = ...,
         dry_run: Literal[True],
     ) -> PublishPlan: ...
 
@@ -97,6 +99,7 @@ class HotLoader(LoaderCore):
         on_progress: OnProgress | None = None,
         workers: int = 8,
         version: int | None = None,
+        base_version: str | int | None = None,
         dry_run: bool = False,
     ) -> HotLoad | PublishPlan:
         """Inspect, upload, hot-load ``checkpoint`` as ``identity`` and return the hot-load, COMPLETED if waited for.
@@ -106,11 +109,15 @@ class HotLoader(LoaderCore):
         writes nothing. ``timeout`` (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at
         each step. ``version`` is the trainer's number, for the manifest and the events.
 
+        The predecessor must hold the version that the delta's own index names as its base: its manifest says which one
+        it holds, or else its name. ``base_version`` says so where the caller knows better (versions in between that
+        changed nothing, another numbering); it is compared with the delta's index all the same.
+
         An open ``WeightMirror`` can be given as ``checkpoint``: the chain is cut. Nothing is copied, and as nobody else
         can write to it, its shards are read once; what would change it waits from the inspection until they are sent.
 
         Raises SnapshotLayoutError with all problems of the directory, SnapshotChainError for a predecessor that this
-        deployment has not completed or a chain that is too long, SnapshotConflictError when the identity holds other
+        deployment has not completed or that holds another version, or a chain that is too long, SnapshotConflictError when the identity holds other
         content, StorageError naming a refused permission, DeploymentFailedError, HotLoadFailedError with the replicas'
         reasons, HotLoadTimeoutError naming what still runs.
         """
@@ -139,6 +146,7 @@ class HotLoader(LoaderCore):
                 run_id=self.run_id,
                 upload_next=not dry_run,
             )
+            self._require_base(snapshot, base_version)
             done = self.operations.done(work, hot_loads) if not plan.upload_bytes else None
             plan = attrs.evolve(plan, already_served=done is not None)
             if dry_run:
@@ -157,6 +165,7 @@ class HotLoader(LoaderCore):
                     version=version,
                     free=not plan.existing,
                     hold=hold,
+                    base_known=base_version is not None,
                 )
                 kept.close()  # it was sent: what would change the mirror may go on
                 # As old as what any wait goes by, at the most; what the service has begun since, it says itself.
@@ -192,6 +201,7 @@ class HotLoader(LoaderCore):
         *,
         previous_identity: str | None = None,
         prompt_cache_policy: PromptCachePolicy = PromptCachePolicy.UNSPECIFIED,
+        base_version: str | int | None = None,
     ) -> PublishPlan:
         """Return what ``publish`` would do; nothing is written."""
         return self.publish(
@@ -199,6 +209,7 @@ class HotLoader(LoaderCore):
             identity,
             previous_identity=previous_identity,
             prompt_cache_policy=prompt_cache_policy,
+            base_version=base_version,
             dry_run=True,
         )
 
@@ -208,13 +219,22 @@ class HotLoader(LoaderCore):
         identity: str,
         *,
         previous_identity: str | None = None,
+        base_version: str | int | None = None,
         workers: int = 8,
         on_progress: OnProgress | None = None,
     ) -> str:
-        """Upload ``checkpoint`` as ``identity`` without a hot-load and return its ``s3://`` URI."""
+        """Upload ``checkpoint`` as ``identity`` without a hot-load and return its ``s3://`` URI.
+
+        A delta's predecessor, and ``base_version``, are as for ``publish``.
+        """
         with keeping(checkpoint) as hold:
             snapshot = inspect_snapshot(checkpoint, previous_identity=previous_identity)
-            return self._upload(snapshot, identity, workers=workers, on_progress=on_progress, hold=hold).uri
+            self._require_base(snapshot, base_version)
+            known = base_version is not None
+            report = self._upload(
+                snapshot, identity, workers=workers, on_progress=on_progress, hold=hold, base_known=known
+            )
+            return report.uri
 
     def trigger(
         self,
@@ -228,8 +248,8 @@ class HotLoader(LoaderCore):
     ) -> HotLoad:
         """Hot-load a snapshot that is in the bucket and return the hot-load, COMPLETED if waited for.
 
-        Of an identity, its index in the bucket says whether it is a delta, and on what; ``previous_identity`` names
-        another predecessor, and is refused for a full snapshot. Of what ``SnapshotWriter.finalise`` returned all that
+        Of an identity, its index in the bucket says whether it is a delta, and on what: ``previous_identity`` must
+        agree, and so must the version that it was made on with the one that its predecessor holds. Of what ``SnapshotWriter.finalise`` returned all that
         is known, and nothing is read back: ``previous_identity`` must agree, and an empty delta is refused.
         An unfinished hot-load of the deployment is waited for first. Raises as ``publish`` does.
         """

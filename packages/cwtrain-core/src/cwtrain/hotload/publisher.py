@@ -267,7 +267,8 @@ class Publisher(OneProcess):
         ``tensors`` is a mapping, or a function that gives (name, tensor) pairs anew at each call: a delta that fails in
         the engine is published once more in full. All tensors of the model, changed or not; numpy arrays, torch
         tensors, or anything with the buffer protocol. ``dtype`` says what those are that do not say it themselves, all
-        of them or by name: 16-bit words of numpy may be ``BF16``. Nothing is written to the disk but the base of the
+        of them or by name: 16-bit words of numpy may be ``BF16``. A tensor with another dtype of its own is refused.
+        Nothing is written to the disk but the base of the
         next delta where ``tensor_base`` is ``disk``. Config and tokenizer come from ``base``.
 
         Raises ConfigError where there is no room for the base of the next delta, and as ``publish_directory``.

@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from cwtrain.config import StorageConfig
-from cwtrain.errors import SnapshotError, StorageConflictError, StorageError
+from cwtrain.errors import SnapshotChainError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from cwtrain.hotload._mirror_hold import Hold
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotFile, SnapshotKind
 from cwtrain.snapshots import index as snapshots_index
-from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
+from cwtrain.snapshots.identity import holds_version
+from cwtrain.snapshots.manifest import BASE_VERSION, build_manifest, manifest_to_bytes, parse_manifest
 from cwtrain.storage import (
     Location,
     ObjectDigest,
@@ -25,7 +26,15 @@ from cwtrain.storage import (
 )
 from cwtrain.storage.claim import refuses_condition
 
-__all__ = ["files_for_upload", "store_for", "upload_snapshot", "upload_with_manifest"]
+__all__ = [
+    "files_for_upload",
+    "manifest_of",
+    "require_base",
+    "require_version",
+    "store_for",
+    "upload_snapshot",
+    "upload_with_manifest",
+]
 
 
 def upload_snapshot(
@@ -47,13 +56,15 @@ def upload_snapshot(
     ``workers`` bounds the parallel requests, ``max_bytes_per_second`` the bandwidth (without it
     ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does).
 
-    Raises SnapshotError for an identity or snapshot that cannot be published, SnapshotConflictError,
-    SnapshotChangedError when a file changes meanwhile, and StorageError naming the refused permission.
+    Raises SnapshotError for an identity or snapshot that cannot be published, SnapshotChainError for a delta on another
+    version than its predecessor holds, SnapshotConflictError, SnapshotChangedError when a file changes meanwhile, and StorageError naming the refused permission.
     """
+    store, location = store_for(bucket, s3, workers=workers), Location(bucket=bucket, path_prefix=path_prefix)
+    require_base(snapshot, store=store, location=location)
     report = upload_with_manifest(
         snapshot,
-        store=store_for(bucket, s3, workers=workers),
-        location=Location(bucket=bucket, path_prefix=path_prefix),
+        store=store,
+        location=location,
         identity=identity,
         workers=workers,
         on_progress=on_progress,
@@ -76,12 +87,14 @@ def upload_with_manifest(
     max_bytes_per_second: float | None = None,
     hold: Hold | None = None,
     free: bool = False,
+    base_known: bool = False,
 ) -> UploadReport:
     """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there.
 
     ``version`` is the trainer's number for the manifest; a delta's own index has one too. ``hold`` is the word of
     the mirror whose snapshot this is, which the caller keeps as it is: its shards are read for their SHA-256 only.
-    ``free`` as for ``upload_objects``.
+    ``free`` as for ``upload_objects``. Unless ``base_known``, where the caller knows better than any number what a
+    delta applies to, the manifest keeps the delta's own base_version: the uploaded index names identities.
 
     Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
     """
@@ -90,6 +103,8 @@ def upload_with_manifest(
     files = files_for_upload(snapshot, identity)
     # Full checkpoints of a trainer carry no checksums. Theirs are computed while the files are being sent.
     checksums = _begin(lambda: _checksums(snapshot))
+
+    recorded = {} if base_known or snapshot.base_version is None else {BASE_VERSION: snapshot.base_version}
 
     def write_manifest(digests: Mapping[str, ObjectDigest]) -> None:
         if hold is not None:
@@ -103,6 +118,7 @@ def upload_with_manifest(
             deployment_id=deployment_id,
             run_id=run_id,
             version=snapshot.version if version is None else version,
+            **recorded,
         )
         put_manifest(store, location, identity, manifest_to_bytes(manifest))
 
@@ -134,6 +150,64 @@ def put_manifest(store: ObjectStore, location: Location, identity: str, body: by
         if store.head(key) is None:
             store.put(key, body)
     return key
+
+
+def require_base(
+    snapshot: LocalSnapshot,
+    *,
+    store: ObjectStore,
+    location: Location,
+    given: str | int | None = None,
+    known: Mapping[str, str | int | None] | None = None,
+) -> None:
+    """Raise SnapshotChainError unless the predecessor of a delta holds the version that the delta was made on.
+
+    The delta's own index names that version. ``given`` is the one that the caller says the predecessor holds; without
+    it the predecessor's manifest says so, or ``known``, the versions of identities that this process published.
+    """
+    previous, base = snapshot.previous_identity, snapshot.base_version
+    if snapshot.kind is not SnapshotKind.DELTA or previous is None or base is None:
+        return
+    if given is not None:
+        version: str | int | None = given
+    elif known is not None and previous in known:
+        version = known[previous]
+    else:
+        version = manifest_of(previous, store, location).get("version")
+    require_version(snapshot.path, base, previous, version, hint=_SAY_SO)
+
+
+_SAY_SO = "; where {previous} does hold these bytes, say so: base_version={base} (--base-version {base})"
+
+
+def require_version(what: str, base: str, previous: str, version: str | int | None, *, hint: str = "") -> None:
+    """Raise SnapshotChainError unless ``previous``, of which ``version`` is known, holds version ``base``.
+
+    What nobody says counts as another version: weights that changed in between would be missing on every replica, and
+    no checksum would tell, for a delta has checksums of what it changes only.
+    """
+    holds = holds_version(previous, base, version=version)
+    if holds:
+        return
+    if holds is None:
+        says = f"and nothing says which version {previous} holds"
+    elif version is None:
+        says = f"and {previous} is another one by its name"
+    else:
+        says = f"and {previous} holds version {version}"
+    raise SnapshotChainError(
+        f"{what} is a delta on version {base}, {says}: what changed in between would be missing",
+        hint="name the snapshot that it was made on (--previous-identity), publish the versions in between first, or "
+        f"publish a full snapshot{hint.format(previous=previous, base=base)}",
+    )
+
+
+def manifest_of(identity: str, store: ObjectStore, location: Location) -> Mapping[str, Any]:
+    """Return the manifest of ``identity``, an empty one where there is none: other tools write none."""
+    try:
+        return parse_manifest(store.get(location.manifest_key(identity)))
+    except StorageNotFoundError:
+        return {}
 
 
 def files_for_upload(snapshot: LocalSnapshot, identity: str) -> tuple[SnapshotFile, ...]:

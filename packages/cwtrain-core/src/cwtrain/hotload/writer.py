@@ -177,10 +177,12 @@ class SnapshotWriter(OneProcess):
         """Take a tensor. When this returns its bytes have been read: the caller may change or free it.
 
         A numpy array, a torch tensor (on any device), or anything with the buffer protocol; scalars and non-contiguous
-        ones too. ``dtype`` and ``shape`` say what raw bytes are, or that 16-bit words are ``BF16``. Blocks while the
-        memory budget is in use.
+        ones too. ``dtype`` and ``shape`` say what raw bytes are, or that integers hold the bits of what numpy lacks
+        (16-bit words of ``BF16``); a tensor that says itself what it is keeps that. Blocks while the memory budget is
+        in use.
 
-        Raises SnapshotError for a tensor that comes twice or does not fit the base, and whatever went wrong with
+        Raises SnapshotError for a tensor that comes twice, does not fit the base or is said to be of another dtype than
+        its own, and whatever went wrong with
         earlier ones meanwhile: SnapshotConflictError where the identity is taken, StorageError naming a refused
         permission, TransportError. Everything is aborted then.
         """

@@ -26,6 +26,13 @@ _NAMES = {
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
+_VIEWED = frozenset(
+    {"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4"}
+)
+"""What numpy has no dtype for: there, integers of the same width hold the bits. ``U8`` is bytes, and so anything."""
+_RAW = "U8"
+_UNTYPED = ("void", "bits")
+"""How numpy and torch call words of which they know the width alone."""
 _FORMATS = {"?": "BOOL", "B": "U8", "c": "U8", "b": "I8", "e": "F16", "f": "F32", "d": "F64", "Zf": "C64"}
 _INTEGERS = {"H": "U", "I": "U", "L": "U", "Q": "U", "N": "U", "h": "I", "i": "I", "l": "I", "q": "I", "n": "I"}
 
@@ -44,25 +51,29 @@ class TensorInput:
 def tensor_input(
     name: str, tensor: Any, *, dtype: str | None = None, shape: Sequence[int] | None = None
 ) -> TensorInput:
-    """Return ``tensor`` as bytes. ``dtype`` and ``shape`` say what raw bytes are; the sizes must fit.
+    """Return ``tensor`` as bytes. ``dtype`` and ``shape`` say what does not say it itself; the sizes must fit.
 
-    Raises SnapshotError for what has no bytes to read (a meta tensor, a sharded one) or no dtype that we know.
+    That is raw bytes, words without a type, and integers that hold the bits of what numpy lacks (``BF16``, ``F8_*``,
+    ``F4``). Anything else has a dtype of its own, and another one is refused: nothing is ever converted.
+
+    Raises SnapshotError for that, and for what has no bytes to read (a meta tensor, a sharded one) or no dtype that we
+    know.
     """
+    if dtype is not None and dtype not in DTYPE_BITS:
+        raise _refused(name, f"is said to be {dtype!r}, which is no dtype of a safetensors file")
     if hasattr(tensor, "data_ptr") and hasattr(tensor, "element_size"):
-        found = _from_torch(name, tensor, dtype)
+        found = _from_torch(name, tensor)
     elif hasattr(tensor, "__array_interface__"):
-        found = _from_array(name, tensor, dtype)
+        found = _from_array(name, tensor)
     else:
         try:
             view = memoryview(tensor)
         except (TypeError, ValueError, BufferError):
             if not hasattr(tensor, "__array__"):
                 raise _refused(name, f"is a {type(tensor).__name__}, which has no bytes to read") from None
-            found = _from_array(name, tensor.__array__(), dtype)
+            found = _from_array(name, tensor.__array__())
         else:
-            found = _from_buffer(name, view, dtype)
-    if dtype is None and shape is None:
-        return found
+            found = _from_buffer(name, view)
     return _as_told(name, found, dtype, shape)
 
 
@@ -81,17 +92,48 @@ def checkpoint_input(tensor: Tensor) -> TensorInput:
     return TensorInput(dtype=tensor.dtype, shape=tensor.shape, size_bytes=tensor.size_bytes, pieces=pieces)
 
 
-def _as_told(name: str, found: TensorInput, dtype: str | None, shape: Sequence[int] | None) -> TensorInput:
-    bits = DTYPE_BITS.get(dtype or found.dtype)
-    if bits is None:
-        raise _refused(name, f"is said to be {dtype!r}, which is no dtype of a safetensors file")
+def _as_told(name: str, found: TensorInput, told: str | None, shape: Sequence[int] | None) -> TensorInput:
+    """Return what was ``found`` as the caller says; ``found.dtype`` is empty for words that have no type."""
+    own = found.dtype
+    if told is None and not own:
+        raise _refused(name, "has elements without a type", 'say what they are: dtype="BF16"')
+    if told is not None and told != own and not _leaves_open(found, told):
+        raise _refused(
+            name,
+            f"is {own} {list(found.shape)} by itself, and is said to be {told}",
+            f"leave dtype= out, or convert the tensor to {told} first: nothing is converted here, its bytes would be "
+            "read as other numbers",
+        )
+    dtype = told or own
+    bits = DTYPE_BITS[dtype]
     if shape is None:
-        same = math.prod(found.shape) * bits == found.size_bytes * 8
-        shape = found.shape if same else (found.size_bytes * 8 // bits,)
+        if math.prod(found.shape) * bits == found.size_bytes * 8:
+            shape = found.shape
+        elif len(found.shape) == 1:
+            shape = (found.size_bytes * 8 // bits,)
+        else:
+            raise _refused(
+                name, f"has bytes in the shape {list(found.shape)}, which is not that of {dtype}", "give shape=, too"
+            )
     shape = tuple(int(extent) for extent in shape)
     if min(shape, default=0) < 0 or math.prod(shape) * bits != found.size_bytes * 8:
-        raise _refused(name, f"has {found.size_bytes} bytes, which are not {dtype or found.dtype} {list(shape)}")
-    return attrs.evolve(found, dtype=dtype or found.dtype, shape=shape)
+        raise _refused(name, f"has {found.size_bytes} bytes, which are not {dtype} {list(shape)}")
+    if len(found.shape) > 1 and shape != found.shape and bits * math.prod(found.shape) == found.size_bytes * 8:
+        raise _refused(
+            name,
+            f"has the shape {list(found.shape)} by itself, and is said to have {list(shape)}",
+            "leave shape= out, or reshape the tensor first",
+        )
+    return attrs.evolve(found, dtype=dtype, shape=shape)
+
+
+def _leaves_open(found: TensorInput, told: str) -> bool:
+    """Return whether the elements of a tensor may be ``told``, which is not their own dtype."""
+    if found.dtype == _RAW:
+        return True
+    elements = math.prod(found.shape)
+    width = found.size_bytes * 8 // elements if elements else DTYPE_BITS[told]
+    return width == DTYPE_BITS[told] and (not found.dtype or (found.dtype[0] in "UI" and told in _VIEWED))
 
 
 def _refused(name: str, why: str, hint: str | None = None) -> SnapshotError:
@@ -101,14 +143,18 @@ def _refused(name: str, why: str, hint: str | None = None) -> SnapshotError:
     )
 
 
-def _dtype(name: str, found: str, told: str | None) -> str:
+def _dtype(name: str, found: str) -> str:
     known = _NAMES.get(found)
-    if known is None and told is None:
-        raise _refused(name, f"has the dtype {found}, which safetensors files do not have")
-    return known or "U8"
+    if known is None and found.startswith(_UNTYPED):
+        return ""
+    if known is None:
+        raise _refused(
+            name, f"has the dtype {found}, which safetensors files do not have", "convert it to one that they have"
+        )
+    return known
 
 
-def _from_torch(name: str, tensor: Any, told: str | None) -> TensorInput:
+def _from_torch(name: str, tensor: Any) -> TensorInput:
     if hasattr(tensor, "full_tensor"):
         raise _refused(name, "is sharded over ranks (a DTensor)", "add tensor.full_tensor(), or gather it first")
     device = str(getattr(tensor.device, "type", tensor.device))
@@ -125,6 +171,12 @@ def _from_torch(name: str, tensor: Any, told: str | None) -> TensorInput:
         if not size:
             return
         plain = tensor.detach()
+        if not plain.data_ptr():
+            raise _refused(
+                name,
+                f"is a {type(tensor).__name__} whose bytes are in other tensors, or nowhere",
+                "add the plain tensor that it stands for (dequantised, or what it wraps)",
+            )
         for lazy, resolve in (("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")):
             if hasattr(plain, lazy) and getattr(plain, lazy)():
                 plain = getattr(plain, resolve)()
@@ -138,7 +190,7 @@ def _from_torch(name: str, tensor: Any, told: str | None) -> TensorInput:
             here = part.contiguous().to("cpu")
             yield _at_pointer(here, int(here.numel()) * width)
 
-    return TensorInput(dtype=_dtype(name, found, told), shape=shape, size_bytes=size, pieces=pieces)
+    return TensorInput(dtype=_dtype(name, found), shape=shape, size_bytes=size, pieces=pieces)
 
 
 def _at_pointer(tensor: Any, size: int) -> memoryview:
@@ -146,8 +198,10 @@ def _at_pointer(tensor: Any, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def _from_array(name: str, array: Any, told: str | None) -> TensorInput:
+def _from_array(name: str, array: Any) -> TensorInput:
     found = str(array.dtype.newbyteorder("=").name) if array.dtype.isnative is False else str(array.dtype.name)
+    if getattr(array.dtype, "names", None):
+        raise _refused(name, "has elements of several fields", "give one tensor for each field")
     size = int(array.nbytes)
 
     def pieces() -> Iterator[memoryview]:
@@ -160,22 +214,24 @@ def _from_array(name: str, array: Any, told: str | None) -> TensorInput:
         for part in _parts(array, lambda one: int(one.nbytes)):
             yield memoryview(part.astype(native, order="C").reshape(-1).view("u1"))
 
-    return TensorInput(
-        dtype=_dtype(name, found, told), shape=tuple(map(int, array.shape)), size_bytes=size, pieces=pieces
-    )
+    return TensorInput(dtype=_dtype(name, found), shape=tuple(map(int, array.shape)), size_bytes=size, pieces=pieces)
 
 
-def _from_buffer(name: str, view: memoryview, told: str | None) -> TensorInput:
+def _from_buffer(name: str, view: memoryview) -> TensorInput:
     code = view.format.lstrip("@=<")
     dtype = f"{_INTEGERS[code]}{8 * view.itemsize}" if code in _INTEGERS else _FORMATS.get(code)
-    if dtype is None and told is None:
-        raise _refused(name, f"has elements of the format {view.format!r}, which safetensors files do not have")
+    if dtype is None:
+        raise _refused(
+            name,
+            f"has elements of the format {view.format!r}, which safetensors files do not have",
+            "convert it: numbers are little-endian there, and of one of the usual types",
+        )
 
     def pieces() -> Iterator[memoryview]:
         if view.nbytes:
             yield view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
-    return TensorInput(dtype=dtype or "U8", shape=tuple(view.shape or ()), size_bytes=view.nbytes, pieces=pieces)
+    return TensorInput(dtype=dtype, shape=tuple(view.shape or ()), size_bytes=view.nbytes, pieces=pieces)
 
 
 def _parts(tensor: Any, size_of: Callable[[Any], int]) -> Iterator[Any]:

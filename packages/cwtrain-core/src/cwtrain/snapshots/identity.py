@@ -6,13 +6,23 @@ import re
 
 from cwtrain.errors import SnapshotError
 
-__all__ = ["RESERVED", "check_identity", "check_previous_identity", "identity_for_version", "version_number"]
+__all__ = [
+    "RESERVED",
+    "check_identity",
+    "check_previous_identity",
+    "holds_version",
+    "identity_for_version",
+    "version_number",
+]
 
 RESERVED = frozenset({".", "..", "initial", "_manifests", "_claims", "_preflight"})
 """Names that are no snapshot: path steps, the service's name for a deployment's base weights, and our own folders."""
 
 _IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _DIGITS = re.compile(r"[0-9]{1,18}")  # ASCII only: str.isdigit() also takes other scripts' digits
+_SPELLED = re.compile(r"(?:.*[-_])?v([0-9]{6,18})(?:-[a-z0-9]+)?")
+"""weight_v000007, run-v000007, run.2-v000007-full: an identity that says its version, as trainers and publishers do."""
+_ENDING = re.compile(r".*?([0-9]{1,18})")
 
 
 def check_identity(identity: str) -> str:
@@ -62,3 +72,27 @@ def version_number(text: object) -> int | None:
     if isinstance(text, str) and _DIGITS.fullmatch(text):
         return int(text)
     return None
+
+
+def holds_version(identity: str, base_version: str, *, version: str | int | None) -> bool | None:
+    """Return whether ``identity`` holds what a delta names as its ``base_version``; None where nothing says so.
+
+    ``version`` is what its manifest says. Without that, an identity that spells a version as trainers do
+    (``run-v000007``) holds that one; any other holds the number that it ends in, or else 0: a trainer's first delta
+    applies to version 0, whatever its base is called.
+    """
+    if base_version == identity:
+        return True  # read back from a bucket, where identities stand in the place of numbers
+    number = version_number(base_version)
+    if version is not None:
+        text = str(version)
+        said = version_number(text)
+        if said is None and number is not None and (spelled := _SPELLED.fullmatch(text)):
+            said = int(spelled[1])
+        return text == base_version if said is None or number is None else said == number
+    if number is None:
+        return None
+    if spelled := _SPELLED.fullmatch(identity):
+        return int(spelled[1]) == number
+    ending = _ENDING.fullmatch(identity)
+    return True if number == 0 or (ending is not None and int(ending[1]) == number) else None

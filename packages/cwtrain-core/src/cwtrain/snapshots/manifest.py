@@ -11,6 +11,7 @@ A manifest is JSON data:
     previous_identity  what a delta applies to, or null
     objects          object name -> {"size": bytes, "sha256": hex}
     tensors          tensor name -> Adler-32 of its (new) raw bytes, 8 hex digits
+    base_version     the version that a delta names as its base in its own index, where that was all that says it
 
 Other keys are kept.
 """
@@ -26,9 +27,10 @@ from cwtrain.errors import SnapshotError
 from cwtrain.snapshots._json import parse_json
 from cwtrain.snapshots.identity import check_identity
 
-__all__ = ["SCHEMA_VERSION", "ObjectSum", "build_manifest", "manifest_to_bytes", "parse_manifest"]
+__all__ = ["BASE_VERSION", "SCHEMA_VERSION", "ObjectSum", "build_manifest", "manifest_to_bytes", "parse_manifest"]
 
 SCHEMA_VERSION = 1
+BASE_VERSION = "base_version"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ADLER32 = re.compile(r"[0-9a-f]{8}")

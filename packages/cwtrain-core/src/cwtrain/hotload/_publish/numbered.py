@@ -260,6 +260,8 @@ class Numbered:
             choice=decision.choice,
             previous_identity=decision.previous_identity,
             timeout=budget.at_most(self.settings.timeout),
+            # Versions that changed nothing, and numbers that begin anywhere, are in the journal, not in the bucket.
+            settings={"base_version": look.base_number} if decision.choice is SnapshotChoice.DELTA else {},
         )
         try:
             hot_load = self.sender.publish(request, version=look.number, wait=wait, budget=budget, mirror=mirror)

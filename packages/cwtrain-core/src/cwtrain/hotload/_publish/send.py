@@ -232,6 +232,7 @@ class Sender:
                 on_progress=self._watch(budget),
                 workers=self.settings.upload_workers,
                 version=version,
+                base_version=request.settings.get("base_version"),
             )
 
         return self._chained(attempt, request.previous_identity, budget, f"publishing {request.identity}")
