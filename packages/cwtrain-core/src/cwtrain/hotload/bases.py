@@ -3,6 +3,9 @@
 A base follows what is written: while a snapshot is written the new bytes replace the old ones, and ``commit`` says
 whose bytes they are now. A writer that fails abandons them: what lies in memory is then half old and half new, so the
 next snapshot has to be a full one, which fills the base again. A mirror keeps its old version.
+
+Where a base was not filled by a writer, its identity is the caller's word. The next writer compares its bytes with the
+manifest of that identity: before it writes anything where the base knows its ``checksums``, else in ``close``.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import zlib
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
@@ -91,6 +95,7 @@ class MemoryBase(OneProcess):
         self._identity: str | None = None
         self._before: str | None = None
         self._touched = False
+        self._loaded: dict[str, str] | None = None
 
     def __repr__(self) -> str:
         return f"MemoryBase({len(self._types)} tensors, {self.size_bytes} bytes, identity={self._identity!r})"
@@ -99,6 +104,16 @@ class MemoryBase(OneProcess):
     def identity(self) -> str | None:
         """The identity whose bytes it holds."""
         return self._identity
+
+    @property
+    def checksums(self) -> Mapping[str, str] | None:
+        """Adler-32 of each tensor where ``load`` read them; None where a writer filled it."""
+        return self._loaded
+
+    @property
+    def written(self) -> bool:
+        """Whether a writer filled it, which knows what it wrote."""
+        return self._loaded is None
 
     @property
     def shared(self) -> bool:
@@ -125,11 +140,14 @@ class MemoryBase(OneProcess):
         names = (names,) if isinstance(names, str) else names
         with CheckpointBase(path, identity) as source:
             self.begin(fill=True)
+            sums: dict[str, str] = {}
             for name, kind in source.types().items():
                 if names is None or name in names:
                     self.declare(name, kind)
                     source.read(name, 0, self._data[name])
+                    sums[name] = f"{zlib.adler32(self._data[name]):08x}"
         self.commit(identity, checksums={})
+        self._loaded = sums
 
     def begin(self, *, fill: bool) -> None:
         """Get ready for a new version. Raises ConfigError in a forked process, which shares its memory."""
@@ -162,7 +180,7 @@ class MemoryBase(OneProcess):
         """Say that the bytes are those of ``identity``."""
         for name in self._data.keys() - self._types.keys():
             del self._data[name]
-        self._identity = identity
+        self._identity, self._loaded = identity, None
 
     def abandon(self) -> None:
         """Forget what the bytes are, unless they are still the old ones."""
@@ -279,6 +297,7 @@ class MirrorBase(OneProcess):
     def __init__(self, mirror: WeightMirror, identity: str | None) -> None:
         self._mirror = mirror
         self._identity = identity
+        self._written = False
         self._inner = CheckpointBase(mirror._checkpoint(), identity)
         self._tensors = mirror._checkpoint().tensors
         self._stack = ExitStack()
@@ -291,6 +310,16 @@ class MirrorBase(OneProcess):
     def identity(self) -> str | None:
         """The identity whose bytes it holds."""
         return self._identity
+
+    @property
+    def checksums(self) -> Mapping[str, str]:
+        """Adler-32 of each tensor."""
+        return self._mirror.checksums
+
+    @property
+    def written(self) -> bool:
+        """Whether a writer brought it to its version, which knows what it wrote."""
+        return self._written
 
     @property
     def shared(self) -> bool:
@@ -341,7 +370,7 @@ class MirrorBase(OneProcess):
         self._mirror._switch(version if version is not None else identity, done)
         self._inner = CheckpointBase(self._mirror._checkpoint(), identity)
         self._tensors = self._mirror._checkpoint().tensors
-        self._identity = identity
+        self._identity, self._written = identity, True
 
     def abandon(self) -> None:
         """Keep the old version."""

@@ -117,8 +117,9 @@ class HotLoader(LoaderCore):
         can write to it, its shards are read once; what would change it waits from the inspection until they are sent.
 
         Raises SnapshotLayoutError with all problems of the directory, SnapshotChainError for a predecessor that this
-        deployment has not completed or that holds another version, or a chain that is too long, SnapshotConflictError when the identity holds other
-        content, StorageError naming a refused permission, DeploymentFailedError, HotLoadFailedError with the replicas'
+        deployment has not completed or that holds another version, or a chain that is too long, SnapshotConflictError
+        when the identity holds other content, StorageError naming a refused permission, DeploymentFailedError,
+        HotLoadFailedError with the replicas'
         reasons, HotLoadTimeoutError naming what still runs.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
@@ -249,8 +250,9 @@ class HotLoader(LoaderCore):
         """Hot-load a snapshot that is in the bucket and return the hot-load, COMPLETED if waited for.
 
         Of an identity, its index in the bucket says whether it is a delta, and on what: ``previous_identity`` must
-        agree, and so must the version that it was made on with the one that its predecessor holds. Of what ``SnapshotWriter.finalise`` returned all that
-        is known, and nothing is read back: ``previous_identity`` must agree, and an empty delta is refused.
+        agree, and so must the version that it was made on with the one that its predecessor holds. Of what
+        ``SnapshotWriter.finalise`` returned all that is known, and nothing is read back: ``previous_identity`` must
+        agree, and an empty delta is refused.
         An unfinished hot-load of the deployment is waited for first. Raises as ``publish`` does.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)

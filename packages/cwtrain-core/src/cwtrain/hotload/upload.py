@@ -30,6 +30,7 @@ __all__ = [
     "files_for_upload",
     "manifest_of",
     "require_base",
+    "require_bytes",
     "require_version",
     "store_for",
     "upload_snapshot",
@@ -57,7 +58,8 @@ def upload_snapshot(
     ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does).
 
     Raises SnapshotError for an identity or snapshot that cannot be published, SnapshotChainError for a delta on another
-    version than its predecessor holds, SnapshotConflictError, SnapshotChangedError when a file changes meanwhile, and StorageError naming the refused permission.
+    version than its predecessor holds, SnapshotConflictError, SnapshotChangedError when a file changes meanwhile, and
+    StorageError naming the refused permission.
     """
     store, location = store_for(bucket, s3, workers=workers), Location(bucket=bucket, path_prefix=path_prefix)
     require_base(snapshot, store=store, location=location)
@@ -200,6 +202,30 @@ def require_version(what: str, base: str, previous: str, version: str | int | No
         hint="name the snapshot that it was made on (--previous-identity), publish the versions in between first, or "
         f"publish a full snapshot{hint.format(previous=previous, base=base)}",
     )
+
+
+def require_bytes(
+    identity: str, previous: str | None, checksums: Mapping[str, str], *, store: ObjectStore, location: Location
+) -> None:
+    """Raise SnapshotChainError where tensors that a delta was made from are not those of ``previous``.
+
+    ``checksums`` has the Adler-32 of what it was made from. They are compared with the manifests of the chain, as far
+    as there are any.
+    """
+    missing, link, seen = dict(checksums), previous, set[str]()
+    while missing and link is not None and link not in seen:
+        seen.add(link)
+        manifest = manifest_of(link, store, location)
+        held = manifest.get("tensors") or {}
+        wrong = sorted(name for name, value in missing.items() if held.get(name, value) != value)
+        if wrong:
+            raise SnapshotChainError(
+                f"{identity}: its base does not have the bytes of {previous}: {len(wrong)} tensors are others there, "
+                f"for example {wrong[0]!r}",
+                hint="give the base that was published under that identity, or write a full snapshot",
+            )
+        missing = {name: value for name, value in missing.items() if name not in held}
+        link = manifest.get("previous_identity")
 
 
 def manifest_of(identity: str, store: ObjectStore, location: Location) -> Mapping[str, Any]:

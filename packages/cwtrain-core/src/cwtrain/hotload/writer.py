@@ -46,6 +46,7 @@ from cwtrain.hotload._writer_receipts import ShardReceipt, WrittenSnapshot, chec
 from cwtrain.hotload._writer_shards import ShardSink
 from cwtrain.hotload._writer_side import read_side_files
 from cwtrain.hotload.bases import BaseTensors, TensorType
+from cwtrain.hotload.upload import require_bytes
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.snapshots._inputs import TensorInput, checkpoint_input, tensor_input
 from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
@@ -144,6 +145,9 @@ class SnapshotWriter(OneProcess):
             max_bytes_per_second = StorageConfig.from_env().max_bytes_per_second
         if base is not None and not self._full:
             self._types.update(base.types())
+            if not getattr(base, "written", False) and (sums := getattr(base, "checksums", None)) is not None:
+                require_bytes(self.identity, self.previous_identity, sums, store=store, location=location)
+        self._store = store
         self._upload = StreamUpload(
             store=store,
             location=location,
@@ -218,6 +222,7 @@ class SnapshotWriter(OneProcess):
                     if self._base is not None and not self._base.shared and not self._full:
                         self._check_all_added(self._base.types().keys())
                     self._pipeline.finish()
+                    self._check_left_out()
                     self._sink.finish()
                     self._upload.wait()
             if self._receipt is None:
@@ -351,6 +356,13 @@ class SnapshotWriter(OneProcess):
                 f"{self.identity}: {len(missing)} tensors of the base were not added, for example {missing[0]!r}",
                 hint="add all tensors, changed or not: one that is left out is not 'unchanged'",
             )
+
+    def _check_left_out(self) -> None:
+        """Check that what this delta leaves out is what its predecessor holds, where only the caller says so."""
+        if self._full or getattr(self._base, "written", False):
+            return
+        same = {name: encoded.checksum for name, encoded in self._sink.results.items() if not encoded.frame_bytes}
+        require_bytes(self.identity, self.previous_identity, same, store=self._store, location=self._location)
 
     def _make_receipt(self, objects: Mapping[str, ObjectDigest]) -> ShardReceipt:
         results = self._sink.results
