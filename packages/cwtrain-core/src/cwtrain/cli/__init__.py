@@ -15,8 +15,9 @@ import click
 from cwtrain._streams import UnfailingStderr
 from cwtrain.cli._context import GlobalOptions, logging_to_stderr
 from cwtrain.cli._errors import DONE, FAILED, INTERRUPTED, TERMINATED, Terminated, report
-from cwtrain.cli._output import naming_stdout, say
+from cwtrain.cli._output import Heart, naming_stdout, say
 from cwtrain.cli._root import root
+from cwtrain.waits import SILENCE_SECONDS
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,16 +25,20 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run ``cwtrain`` with ``args`` (``sys.argv[1:]``) and return its exit code."""
+def main(args: Sequence[str] | None = None, *, heartbeat: float = SILENCE_SECONDS) -> int:
+    """Run ``cwtrain`` with ``args`` (``sys.argv[1:]``) and return its exit code.
+
+    While it waits it says so whenever it said nothing for ``heartbeat`` seconds.
+    """
     with UnfailingStderr():
-        return _main(list(sys.argv[1:] if args is None else args) or ["--help"])
+        return _main(list(sys.argv[1:] if args is None else args) or ["--help"], heartbeat)
 
 
-def _main(words: list[str]) -> int:
+def _main(words: list[str], heartbeat: float) -> int:
     given = GlobalOptions(verbose="--verbose" in words, quiet="--quiet" in words, errors=_errors_format(words))
+    heart = Heart(every=heartbeat, quiet=lambda: given.quiet)
     try:
-        with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm():
+        with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm(), heart:
             code = root.main(words, prog_name="cwtrain", standalone_mode=False, obj=given)
             _flush()
     except (KeyboardInterrupt, click.Abort) as stop:

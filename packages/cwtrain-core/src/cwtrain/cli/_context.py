@@ -14,6 +14,7 @@ import click
 
 from cwtrain.cli._options import TEXT
 from cwtrain.cli._output import FORMATS, LogHandler, Output, say
+from cwtrain.waits import waiting
 
 if TYPE_CHECKING:
     from cwtrain.config import ApiConfig
@@ -175,6 +176,11 @@ class Command(click.Command):
     def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.example = example
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what it waits for and does not name itself is at least told by its name."""
+        with waiting(f"{ctx.command_path} is at work"):
+            return super().invoke(ctx)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example, in one line so that it can be copied."""

@@ -5,29 +5,36 @@ Data goes out as JSON unless ``--output`` says otherwise. rich is imported only 
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TextIO
 
 import click
+
+from cwtrain.models.text import duration, printable, size
+from cwtrain.waits import SILENCE_SECONDS, current, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
     from rich.progress import Progress, TaskID
 
+    from cwtrain.cli._table import Columns
     from cwtrain.hotload import ProgressEvent
+    from cwtrain.storage import UploadProgress
 
 __all__ = [
     "FORMATS",
-    "HEARTBEAT",
     "STDOUT",
+    "Heart",
     "LiveTable",
     "LogHandler",
     "Output",
@@ -35,13 +42,17 @@ __all__ = [
     "is_terminal",
     "naming_stdout",
     "say",
+    "terminal_width",
 ]
 
 FORMATS: Final = ("json", "jsonl", "table", "id")
 STDOUT: Final = "standard output"
 """The name of standard output in an error."""
-HEARTBEAT: Final = 30.0
-"""Seconds between two plain lines while nothing changes."""
+_RATE_SECONDS: Final = 2.0
+"""How long bytes have to go for a rate, and for the time that the rest takes."""
+_LONGEST_LEFT: Final = 86400.0
+"""A rest that takes longer is not worth a number: the rate is that of something that stands still."""
+_BAR: Final = 12
 
 
 def is_terminal() -> bool:
@@ -53,6 +64,8 @@ def say(text: str, *, quiet: bool = False) -> None:
     """Write a line for the person to standard error, unless ``quiet``."""
     if quiet:
         return
+    _heard()
+    text = "\n".join(map(printable, text.split("\n")))
     if _drawing:
         _drawing[-1].print(text, markup=False, highlight=False, soft_wrap=True)
     else:
@@ -66,20 +79,23 @@ class Output:
         self.format = output
         self.quiet = quiet
 
-    def data(self, value: Any, *, ids: Sequence[str] | None = None, columns: Sequence[str] = ()) -> None:
-        """Write ``value``, plain JSON data. ``ids`` are its ids; ``columns`` the dotted keys that a table shows."""
+    def data(self, value: Any, *, ids: Sequence[str] | None = None, columns: Columns = (), table: Any = None) -> None:
+        """Write ``value``, plain JSON data. ``ids`` are its ids.
+
+        ``columns`` is what a table shows of its lists; ``table`` is drawn in place of ``value``.
+        """
         match self.format:
             case "id":
                 if ids is None:
                     self.refuse_ids()
-                _write("".join(f"{one}\n" for one in ids or ()))
+                _write("".join(f"{printable(one)}\n" for one in ids or ()))
             case "jsonl":
                 items = value if isinstance(value, list) else [value]
-                _write("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
+                _write("".join(_json(item) + "\n" for item in items))
             case "table":
-                _write(_table(value, columns))
+                _write(_table(value if table is None else table, columns))
             case _:
-                _write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+                _write(_json(value, indent=2) + "\n")
 
     def refuse_ids(self) -> None:
         """Raise a usage error for ``id``: a command that gives no ids says so before it begins its work."""
@@ -104,8 +120,45 @@ class Output:
     @contextmanager
     def bytes_done(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Give a callback for ``on_progress`` of work on bytes: how many are done, and of how many."""
-        with ProgressLine(quiet=self.quiet) as line:
-            yield lambda done, total: line.bytes_done(what, done, total)
+        known = f"{what}: nothing is known yet"
+
+        def tell(done: int, total: int) -> None:
+            nonlocal known
+            known = f"{what}: {size(done)} of {size(total)}"
+            line.bytes_done(what, done, total)
+
+        with ProgressLine(quiet=self.quiet) as line, waiting(lambda: known):
+            yield tell
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """Return ``value`` as JSON in which nothing but its own line ends and printable characters stand."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    if text.isascii():  # what is below a blank is escaped already
+        return text.replace("\x7f", "\\u007f")
+    return "".join(
+        char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text
+    )  # fmt: skip
+
+
+def _table(value: Any, columns: Columns) -> str:
+    """Return ``value`` as a table: as wide as the terminal, or away from one with each row in a line."""
+    from cwtrain.cli._table import table
+
+    if not sys.stdout.isatty():
+        return table(value, columns)
+    return table(value, columns, width=terminal_width(sys.stdout), now=dt.datetime.now(dt.UTC))
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Return the columns of the terminal behind ``stream``: ``COLUMNS``, then what the terminal says, then 80."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 @contextmanager
@@ -125,61 +178,6 @@ def _write(text: str) -> None:
         click.echo(text.encode("utf-8", errors="backslashreplace"), nl=False)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
-def _table(value: Any, columns: Sequence[str]) -> str:
-    """Return a table of a list's items, or of one object's fields."""
-    import io
-
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    if isinstance(value, list):
-        rows = [_flat(item) for item in value]
-        names = list(columns) or list(dict.fromkeys(key for row in rows for key in row))
-        cells = [[row.get(name, "") for name in names] for row in rows]
-    else:
-        names, cells = ["field", "value"], [[key, text] for key, text in _flat(value).items()]
-    for name in names:
-        table.add_column(Text(name), overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    terminal = sys.stdout.isatty()
-    # Away from a terminal nothing is folded, so that a line stays a row.
-    columns_wide = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    width = Console().width if terminal else max(80, sum(columns_wide) + 3 * len(columns_wide))
-    text = io.StringIO()
-    Console(file=text, width=width, force_terminal=terminal and not os.environ.get("NO_COLOR")).print(table)
-    return text.getvalue()
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Return nested objects as one mapping from dotted keys to text."""
-    if not isinstance(value, Mapping):
-        return {prefix or "value": _cell(value)}
-    flat: dict[str, str] = {}
-    for key, item in value.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        flat |= _flat(item, name) if isinstance(item, Mapping) and item else {name: _cell(item)}
-    return flat
-
-
-def _cell(value: Any) -> str:
-    match value:
-        case None:
-            return ""
-        case str():
-            return value
-        case list() if not any(isinstance(item, Mapping | list) for item in value):
-            return ", ".join(map(_cell, value))
-        case _:
-            return json.dumps(value, ensure_ascii=False)
-
-
 # For people ----------------------------------------------------------------------------------------------------------
 
 _drawing: list[Console] = []
@@ -192,17 +190,72 @@ def _console() -> Console:
     return Console(stderr=True)
 
 
-class ProgressLine:
-    """Tells how far something is: one redrawn line on a terminal, else a plain line for each change of state.
+class Heart:
+    """Says what is waited for whenever nothing was said for a while, so that no command is ever silent.
 
-    Without a change there is at most one plain line in 30 seconds.
+    Inside the block a thread calls ``beat``. ``every`` is in seconds.
     """
+
+    def __init__(
+        self,
+        *,
+        every: float = SILENCE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        quiet: Callable[[], bool] = bool,
+    ) -> None:
+        self._every = every
+        self._clock = clock
+        self._quiet = quiet
+        self._heard_at = clock()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        _hearts.append(self)
+        threading.Thread(target=self._run, daemon=True, name="cwtrain-heart").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._ended.set()
+        _hearts.remove(self)
+
+    def heard(self) -> None:
+        """Note that something was said just now."""
+        self._heard_at = self._clock()
+
+    def beat(self) -> float:
+        """Say what is waited for if nothing was said for long; return the seconds until it may be time again."""
+        silent = self._clock() - self._heard_at
+        if silent >= self._every:
+            self.heard()
+            words = current()
+            if words is not None:
+                say(words, quiet=self._quiet())
+            return self._every
+        return self._every - silent
+
+    def _run(self) -> None:
+        pause = self._every
+        while not self._ended.wait(pause):
+            pause = self.beat()
+
+
+_hearts: list[Heart] = []
+
+
+def _heard() -> None:
+    for heart in _hearts:
+        heart.heard()
+
+
+class ProgressLine:
+    """Tells how far something is: one redrawn line on a terminal, else a plain line for each change of state."""
 
     def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._quiet = quiet
         self._clock = clock
         self._mark: tuple[object, ...] = ()
-        self._told = 0.0
+        self._shown: tuple[object, ...] = ()
+        self._hot_load_id = ""
         self._began: float | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -212,7 +265,7 @@ class ProgressLine:
             from rich.progress import BarColumn, Progress, TextColumn
 
             console = _console()
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
+            columns = (BarColumn(bar_width=_BAR), TextColumn("{task.description}", markup=False))
             self._bar = Progress(*columns, console=console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task("starting", total=None)
@@ -230,7 +283,12 @@ class ProgressLine:
         if self._quiet:
             return
         done, total = _share(event)
-        self._tell(_line(event), _mark(event), done, total)
+        if self._bar is not None and event.hot_load is not None and event.hot_load.id != self._hot_load_id:
+            # Above the line that is redrawn, where it can be copied: the line has no room for it.
+            self._hot_load_id = event.hot_load.id
+            say(f"hot-load {event.hot_load.id} of {event.hot_load.identity}")
+        short = _short(event) if self._bar is not None else _line(event)
+        self._tell(short, _mark(event), done, total)
 
     def bytes_done(self, what: str, done: int, total: int) -> None:
         """Tell that ``what`` is at ``done`` of ``total`` bytes, with the rate and the time that the rest takes."""
@@ -238,28 +296,61 @@ class ProgressLine:
             return
         now = self._clock()
         self._began = now if self._began is None else self._began
-        text, spent = f"{what}: {done:,}/{total:,} bytes", now - self._began
-        if done and spent > 0:
-            text += f", {done / spent / 1e6:.1f} MB/s"
-            text += f", {spent * (total - done) / done:.0f} s left" if done < total else f", {spent:.1f} s"
+        text, spent = f"{what}: {size(done)} of {size(total)}", now - self._began
+        if done >= total:
+            text += f", {duration(spent)}"
+        elif done and spent >= _RATE_SECONDS:
+            text += _rate(done / spent, spent * (total - done) / done)
         self._tell(text, (what, done >= total), done, total)
 
     def _tell(self, text: str, mark: tuple[object, ...], done: int, total: int) -> None:
         if self._bar is not None and self._task is not None:
+            if (*mark, done) != self._shown:  # the seconds alone are no news
+                self._shown = (*mark, done)
+                _heard()
+            room = terminal_width(sys.stderr) - _BAR - 2
+            text = printable(text)
+            text = text if len(text) <= room else f"{text[: room - 1]}…"
             self._bar.update(self._task, description=text, completed=done, total=total or None)
-            return
-        now = self._clock()
-        if mark != self._mark or now - self._told >= HEARTBEAT:
-            self._mark, self._told = mark, now
+        elif mark != self._mark:
+            self._mark = mark
             say(text)
 
 
 def _line(event: ProgressEvent) -> str:
     """Return the event in one line, an upload with its rate and the time it still takes."""
-    upload = event.upload
-    if upload is None or upload.remaining_seconds is None or upload.sent_bytes >= upload.total_bytes:
-        return event.summary()
-    return f"{event.summary()}, {upload.bytes_per_second / 1e6:.1f} MB/s, {upload.remaining_seconds:.0f} s left"
+    return event.summary() + (_upload_rate(event.upload) if event.upload is not None else "")
+
+
+def _short(event: ProgressEvent) -> str:
+    """Return the event for a line that is as wide as the terminal: what changes first, what can be cut last."""
+    if event.upload is not None:
+        upload = event.upload
+        if not upload.total_bytes:
+            return event.summary()
+        moved = f"{size(upload.sent_bytes)} of {size(upload.total_bytes)}{_upload_rate(upload)}"
+        return f"uploading {moved}, {upload.objects_done} of {upload.objects} objects"
+    words = [f"{event.ready}/{event.total} replicas"] if event.total else []
+    words.append(duration(round(event.elapsed)))
+    if event.waiting_on is not None:
+        words.append(f"waiting for another hot-load: {event.waiting_on.state}, {event.waiting_on.id}")
+    elif event.hot_load is not None:
+        words.append(f"{event.hot_load.state}, {event.hot_load.identity}")
+    if event.problem:
+        words.append(f"last poll failed: {event.problem}")
+    return ", ".join(words)
+
+
+def _upload_rate(upload: UploadProgress) -> str:
+    if upload.seconds < _RATE_SECONDS or upload.sent_bytes >= upload.total_bytes or not upload.bytes_per_second:
+        return ""
+    return _rate(upload.bytes_per_second, upload.remaining_seconds or 0.0)
+
+
+def _rate(bytes_per_second: float, left: float) -> str:
+    """Return a rate and what is left at it, as the end of a sentence."""
+    rest = f"{duration(max(1, round(left)))} left" if left <= _LONGEST_LEFT else "more than a day left"
+    return f", {size(bytes_per_second)}/s, {rest}"
 
 
 def _mark(event: ProgressEvent) -> tuple[object, ...]:
@@ -325,7 +416,7 @@ class LiveTable:
         for name in self._columns:
             table.add_column(Text(name))
         for row in self._rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(printable(cell)) for cell in row))
         return table
 
 

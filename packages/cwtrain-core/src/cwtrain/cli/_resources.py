@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from cwtrain.cli._context import Context
-from cwtrain.cli._output import HEARTBEAT
 from cwtrain.errors import NotFoundError, TransportError
+from cwtrain.models.text import duration
 
 __all__ = ["create_resource", "delete_resource", "find_one", "status_lines"]
 
@@ -70,17 +70,17 @@ def create_resource(
 
 
 def status_lines(ctx: Context, what: str, resource_id: str) -> Callable[[_Stated | None, float], None]:
-    """Return a callback that tells the person each change of a resource's status, and otherwise every 30 s."""
-    last, told = "", 0.0
+    """Return a callback that tells the person each change of a resource's status."""
+    last = ""
 
     def on_progress(found: _Stated | None, spent: float) -> None:
-        nonlocal last, told
+        nonlocal last
         status = "gone" if found is None else str(found.status)
         if found is not None and status == "UNSPECIFIED":
             status = found.status_text or status
-        if status != last or spent - told >= HEARTBEAT:
-            last, told = status, spent
-            ctx.out.say(f"{what} {resource_id}: {status}, {spent:.0f} s")
+        if status != last:
+            last = status
+            ctx.out.say(f"{what} {resource_id}: {status}, {duration(round(spent))}")
 
     return on_progress
 

@@ -28,6 +28,10 @@ _LIBRARIES = (
     "stamina",
     "zstandard",
 )
+_COLUMNS = {
+    "plugins": ("name", "state", "version", "provides", "problems"),
+    "settings": ("variables", "value", "source?"),
+}
 _OURS = "CWTRAIN_"
 _NEAR = 0.8
 """How like a setting's name a variable's must be to be taken for it misspelled, from 0 to 1."""
@@ -64,7 +68,8 @@ def doctor(ctx: Context) -> None:
     report["problems"] = _once(_problems(report))
     for problem in report["problems"]:
         ctx.out.say(f"problem: {problem}")
-    ctx.out.data(report)
+    told = [{**one, "value": "(not set)" if one["value"] is None else one["value"]} for one in settings]
+    ctx.out.data(report, columns=_COLUMNS, table={**report, "settings": told})
 
 
 def _versions() -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ import click
 from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import IDENTITY, TEXT, deployment_option, no_wait_option, timeout_option
-from cwtrain.cli._output import HEARTBEAT
+from cwtrain.models.text import size
+from cwtrain.waits import waiting
 
 if TYPE_CHECKING:
     from cwtrain.hotload import ProgressEvent
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["hotload"]
 
-_COLUMNS = ("spec.id", "spec.identity", "spec.type", "status.state", "status.created_at")
+_COLUMNS = ("spec.id", "spec.identity", "status.state", "status.created_at", "spec.type?")
+_CHAIN = ("identity", "type", "hot_load_id")
+_IN_ONE = {"spec.snapshot_chain": _CHAIN}
+_IN_STATUS = {
+    "hot_load.spec.snapshot_chain": _CHAIN,
+    "replicas": ("name", "state", "current_snapshot_identity=serves", "transitioned_at=since?", "error_reason=error"),
+}
 _RESUMES = "nothing of it runs at the service; the same command goes on where this one stopped"
 
 _previous_identity = click.option(
@@ -215,7 +221,8 @@ def status(ctx: Context, hot_load_id: str) -> None:
         replicas = list(client.list_hot_load_replicas(hot_load_id))
     warn_about_stragglers(found, replicas)
     shown = [replica_to_json(replica) for replica in replicas]
-    ctx.out.data({"hot_load": hot_load_to_json(found), "replicas": shown}, ids=[found.id])
+    data = {"hot_load": hot_load_to_json(found), "replicas": shown}
+    ctx.out.data(data, ids=[found.id], columns=_IN_STATUS)
 
 
 @hotload.command(cls=Command, example="cwtrain hotload cancel 5d0a...")
@@ -274,9 +281,9 @@ def verify(ctx: Context, deployment_id: str, identity: str) -> None:
     from cwtrain.errors import SnapshotError
     from cwtrain.hotload.verify import verify_snapshot
 
-    with ctx.client() as client:
+    with ctx.client() as client, _bytes_read(identity) as on_progress:
         loader = ctx.loader(client, deployment_id)
-        checked = verify_snapshot(loader.store, loader.location, identity, on_progress=_bytes_read(ctx))
+        checked = verify_snapshot(loader.store, loader.location, identity, on_progress=on_progress)
     if checked.problems:
         raise SnapshotError(
             f"{checked.uri} is not what was published: {'; '.join(checked.problems)}",
@@ -353,26 +360,24 @@ def _progress(ctx: Context, *, stream: bool = False) -> Iterator[Callable[[Progr
         yield on_progress
 
 
-def _bytes_read(ctx: Context) -> Callable[[int], None]:
-    """Return a callback that says now and then how much was read back."""
-    lock, began = threading.Lock(), time.monotonic()
-    total, told = 0, began
+@contextmanager
+def _bytes_read(identity: str) -> Iterator[Callable[[int], None]]:
+    """Give a callback that is told what was read back, so that a wait can say how much it is."""
+    lock, total = threading.Lock(), 0
 
     def on_progress(count: int) -> None:
-        nonlocal total, told
+        nonlocal total
         with lock:
             total += count
-            if time.monotonic() - told >= HEARTBEAT:
-                told = time.monotonic()
-                ctx.out.say(f"read {total:,} bytes in {told - began:.0f} s")
 
-    return on_progress
+    with waiting(lambda: f"reading {identity} back: {size(total)}"):
+        yield on_progress
 
 
 def _print(ctx: Context, hot_load: HotLoad) -> None:
     from cwtrain.infra._wire import hot_load_to_json
 
-    ctx.out.data(hot_load_to_json(hot_load), ids=[hot_load.id])
+    ctx.out.data(hot_load_to_json(hot_load), ids=[hot_load.id], columns=_IN_ONE)
 
 
 def _plain(value: Any) -> Any:

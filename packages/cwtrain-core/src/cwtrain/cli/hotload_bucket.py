@@ -10,6 +10,7 @@ import click
 from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._options import TEXT, deployment_option
 from cwtrain.cli._output import is_terminal
+from cwtrain.models.text import size
 
 if TYPE_CHECKING:
     from cwtrain.hotload.retention import Doomed
@@ -63,18 +64,22 @@ def gc(ctx: Context, deployment_id: str, keep: int, yes: bool) -> None:
             delete_snapshots(store, location, plan.doomed, on_deleted=told)
             ctx.all_done()
     if plan.doomed and not yes:
-        ctx.out.say(f"{len(plan.doomed)} snapshots, {plan.size_bytes:,} bytes, can be removed: add --yes to do it")
+        ctx.out.say(f"{len(plan.doomed)} snapshots, {size(plan.size_bytes)}, can be removed: add --yes to do it")
+    live = dict(sorted(plan.live.items()))
+    data = {
+        "uri": f"s3://{location.bucket}/{location.root}",
+        "keep": keep,
+        "deployments": sorted(hot_loads),
+        "removed": yes,
+        "bytes": plan.size_bytes,
+        "doomed": [_doomed(one) for one in plan.doomed],
+        "live": live,
+    }
     ctx.out.data(
-        {
-            "uri": f"s3://{location.bucket}/{location.root}",
-            "keep": keep,
-            "deployments": sorted(hot_loads),
-            "removed": yes,
-            "bytes": plan.size_bytes,
-            "doomed": [_doomed(one) for one in plan.doomed],
-            "live": dict(sorted(plan.live.items())),
-        },
+        data,
         ids=[one.identity for one in plan.doomed],
+        columns={"doomed": ("identity", "bytes", "objects", "whole", "run_id?")},
+        table={**data, "live": [{"identity": one, "needed because": why} for one, why in live.items()]},
     )
 
 
@@ -106,7 +111,8 @@ def chain(ctx: Context, deployment_id: str) -> None:
     if is_terminal():
         for line in draw_chain(report):
             ctx.out.say(line)
-    ctx.out.data(report.to_json(), ids=[link.identity for link in report.links])
+    columns = {"links": ("identity", "kind", "size_bytes", "objects", "tensors", "previous_identity?", "hot_load_id?")}
+    ctx.out.data(report.to_json(), ids=[link.identity for link in report.links], columns=columns)
 
 
 @click.command("resume-info", cls=Command, example="cwtrain hotload resume-info --run grpo-7b")

@@ -23,8 +23,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _CHECKPOINT: Final = click.Path(exists=True)
 _DIRECTORY: Final = click.Path(exists=True, file_okay=False)
 _NEW: Final = click.Path()
-_BAR: Final = 24
-_COLUMNS: Final = ("layer", "tensors", "raw_bytes", "stored_bytes", "ratio", "density", "bar")
+_BAR: Final = 16
+_COLUMNS: Final = ("layer", "tensors?", "raw_bytes", "stored_bytes", "ratio?", "density", "bar")
 
 _workers = click.option(
     "--workers", type=click.IntRange(min=1), help="Threads that do the work.  [default: one for each usable core]"

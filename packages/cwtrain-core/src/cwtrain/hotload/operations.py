@@ -242,6 +242,7 @@ class HotLoadOperations:
             timeout=deadline,
             poll_interval=self.poll_interval,
             describe=_in_words,
+            what=f"hot-load {hot_load_id}" + (", which is another one's, to end" if teller.waiting_on else " to end"),
             on_progress=lambda seen, _: teller.seen(*seen),
             eager=True,
             clock=self.clock,

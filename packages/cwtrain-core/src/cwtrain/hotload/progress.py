@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from cwtrain.models.service import HotLoad, HotLoadReplica
+from cwtrain.models.text import duration, size
 
 if TYPE_CHECKING:
     from cwtrain.storage import UploadProgress
@@ -51,7 +52,7 @@ class ProgressEvent:
                 return f"uploading: comparing {self.upload.objects} objects with what is in the bucket"
             return (
                 f"uploading: {self.upload.objects_done}/{self.upload.objects} objects, "
-                f"{self.upload.sent_bytes:,}/{self.upload.total_bytes:,} bytes"
+                f"{size(self.upload.sent_bytes)} of {size(self.upload.total_bytes)}"
             )
         if self.waiting_on is not None:
             other = self.waiting_on
@@ -62,7 +63,7 @@ class ProgressEvent:
             text = "waiting"
         if self.total:
             text += f", {self.ready}/{self.total} replicas"
-        text += f", {self.elapsed:.0f} s"
+        text += f", {duration(round(self.elapsed))}"
         return f"{text}; last poll failed: {self.problem}" if self.problem else text
 
 
@@ -76,4 +77,4 @@ def _age(hot_load: HotLoad) -> str:
     if created.tzinfo is None:
         created = created.replace(tzinfo=dt.UTC)
     seconds = max(0.0, (dt.datetime.now(dt.UTC) - created).total_seconds())
-    return f", {seconds:.0f} s old"
+    return f", {duration(round(seconds))} old"

@@ -11,6 +11,7 @@ from cwtrain.errors import SnapshotError, StorageNotFoundError
 from cwtrain.hotload import chain as chains
 from cwtrain.models.service import HotLoad
 from cwtrain.models.snapshot import SnapshotKind
+from cwtrain.models.text import size
 from cwtrain.snapshots.manifest import parse_manifest
 from cwtrain.storage import Location, ObjectStore
 
@@ -128,9 +129,9 @@ def draw_chain(report: ChainReport) -> list[str]:
     for number, link in enumerate(report.links):
         mark = "●" if number == 0 else ("└" if number == len(report.links) - 1 else "├")
         kind = "full " if link.kind is SnapshotKind.FULL else "delta"
-        size = _size(link.size_bytes)
-        lines.append(f"{mark} {link.identity:<{width}}  {kind}  {size:>9}  {_bar(link.size_bytes / most)}".rstrip())
-    total = _size(sum(link.size_bytes for link in report.links))
+        weight = size(link.size_bytes)
+        lines.append(f"{mark} {link.identity:<{width}}  {kind}  {weight:>9}  {_bar(link.size_bytes / most)}".rstrip())
+    total = size(sum(link.size_bytes for link in report.links))
     lines.append(f"{report.deltas} deltas of {chains.MAX_DELTAS}, {total} in all; serves {report.served}")
     return lines
 
@@ -138,12 +139,3 @@ def draw_chain(report: ChainReport) -> list[str]:
 def _bar(part: float) -> str:
     eighths = round(part * _BAR * 8)
     return "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -131,6 +131,7 @@ class _Tenure:
                 timeout=LATE_CREATE_SECONDS,
                 poll_interval=1.0,
                 describe=lambda found: "found" if found else "NOT_FOUND",
+                what=f"deployment {self._id} to show up",
                 timeout_error=nothing,
                 clock=self._clock,
                 sleep=self._sleep,

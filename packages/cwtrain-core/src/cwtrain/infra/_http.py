@@ -31,6 +31,7 @@ from cwtrain.errors import (
 )
 from cwtrain.infra._retry import RetryPolicy
 from cwtrain.infra._status import Scrubber, error_from_answer, quote, request_id_of
+from cwtrain.waits import waiting
 
 __all__ = ["PREFIX", "Http", "Limits", "Transport"]
 
@@ -170,7 +171,9 @@ class Http:
                 return {}
             return self._decoded(answer, status, headers, where)
 
-        return limits.retry.call(one_try)
+        longest = limits.timeout + limits.retry.seconds
+        with waiting(f"waiting for {self.base_url} to answer {where}", seconds=longest, part=True, clock=self._clock):
+            return limits.retry.call(one_try)
 
     def _exchange(
         self, method: str, path: str, query: Query | None, content: bytes | None, timeout: float, where: str

@@ -11,6 +11,7 @@ from typing import TypeVar
 from cwtrain.errors import ConfigError, CWTrainError, WaitTimeoutError
 from cwtrain.infra._retry import is_retryable
 from cwtrain.infra._status import retry_floor
+from cwtrain.waits import waiting
 
 __all__ = ["Deadline", "check_seconds", "poll"]
 
@@ -53,6 +54,7 @@ def poll(
     timeout: float | Deadline,
     poll_interval: float,
     describe: Callable[[T], str],
+    what: str = "an answer",
     on_progress: Callable[[T, float], None] | None = None,
     timeout_error: Callable[[T | None, str, float], CWTrainError] | None = None,
     eager: bool = False,
@@ -62,9 +64,10 @@ def poll(
     """Return the first value of ``fetch`` for which ``done`` is true.
 
     ``fetch`` failing with an outage (see ``is_retryable``) is ridden out until the deadline; any other error of it, and
-    whatever ``done`` raises, ends the wait at once. ``describe`` puts a value into words. ``on_progress`` gets each
-    value and the seconds spent. There is always a last look at the deadline itself. When time runs out,
-    ``timeout_error(last value, what was seen, seconds)`` is raised, by default a ``WaitTimeoutError``.
+    whatever ``done`` raises, ends the wait at once. ``what`` says what is waited for, ``describe`` puts a value into
+    words. ``on_progress`` gets each value and the seconds spent. There is always a last look at the deadline itself.
+    When time runs out, ``timeout_error(last value, what was seen, seconds)`` is raised, by default a
+    ``WaitTimeoutError``.
     ``eager`` looks more often at first (every quarter of the time spent, at least 0.1 s), so that a short job does not
     cost a whole interval. ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a
     ``ConfigError``.
@@ -74,27 +77,34 @@ def poll(
     value: T | None = None
     seen = "nothing yet"
     outage: CWTrainError | None = None
-    while True:
-        floor = 0.0
-        last_look = deadline.left() <= 0
-        try:
-            value = fetch()
-        except CWTrainError as error:
-            if not is_retryable(error):
-                raise
-            if outage is None:
-                logger.warning("no usable answer while waiting, waiting on: %s", error)
-            outage, floor = error, retry_floor(error)
-        else:
-            outage, seen = None, describe(value)
-            if on_progress is not None:
-                on_progress(value, deadline.spent())
-            if done(value):
-                return value
-        if last_look:
-            break
-        pause = min(poll_interval, max(EAGER_SECONDS, deadline.spent() / 4)) if eager else poll_interval
-        sleep(min(max(pause, floor), deadline.left()))
+
+    def goes_on() -> str:
+        trouble = "" if outage is None else f", and the last look failed: {outage}"
+        return f"waiting for {what}: {seen}{trouble}"
+
+    with waiting(goes_on, seconds=deadline.left(), clock=clock) as wait:
+        while True:
+            floor = 0.0
+            last_look = deadline.left() <= 0
+            try:
+                value = fetch()
+            except CWTrainError as error:
+                if not is_retryable(error):
+                    raise
+                if outage is None:
+                    logger.warning("no usable answer while waiting, waiting on: %s", error)
+                outage, floor = error, retry_floor(error)
+            else:
+                outage, seen = None, describe(value)
+                if on_progress is not None:
+                    on_progress(value, deadline.spent())
+                if done(value):
+                    return value
+            if last_look:
+                break
+            pause = min(poll_interval, max(EAGER_SECONDS, deadline.spent() / 4)) if eager else poll_interval
+            wait.beat()
+            sleep(min(max(pause, floor), deadline.left()))
     if outage is not None:
         seen = f"{seen}; the last look failed: {outage}"
     if timeout_error is not None:

@@ -32,13 +32,18 @@ class Meter:
         self._wait = wait or stopped.wait
         self._lock = threading.Lock()
         self._free_at = 0.0
-        self._began = clock()
+        self._began = self._moved = clock()
         self._seen: deque[tuple[float, int]] = deque([(self._began, 0)])
 
     @property
     def seconds(self) -> float:
         """Seconds since the beginning."""
         return self._clock() - self._began
+
+    @property
+    def still_seconds(self) -> float:
+        """Seconds since bytes were last counted."""
+        return self._clock() - self._moved
 
     @property
     def block_bytes(self) -> int:
@@ -51,6 +56,7 @@ class Meter:
         """Count ``count`` bytes; fewer than none when bytes are to be sent again."""
         with self._lock:
             self.sent_bytes += count
+            self._moved = self._clock()
             if self._limit is None or count <= 0:
                 return
             now = self._clock()

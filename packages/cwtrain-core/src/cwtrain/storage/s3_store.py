@@ -11,12 +11,14 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from cwtrain._process import NotPickled, renew_after_fork
 from cwtrain.errors import CWTrainError, StorageAccessError, StorageNotFoundError, StorageRegionError, TransportError
+from cwtrain.models.text import printable
 from cwtrain.storage._learned import Learned
 from cwtrain.storage._signing import credentials_of
 from cwtrain.storage._translate import expired, translate
 from cwtrain.storage._wire import leave_connections
 from cwtrain.storage.s3 import check_bucket, s3_settings
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
+from cwtrain.waits import waiting
 
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
@@ -46,6 +48,7 @@ class S3Store(NotPickled):
         check_bucket(bucket, self.settings)
         self._client = client
         self._bucket = bucket
+        self._longest = _longest(client.meta.config)
         self.learned = _LEARNED.setdefault(client, {}).setdefault(bucket, Learned())
         """What was found out about the store by uploads before."""
         renew_after_fork(client, leave_connections)
@@ -69,6 +72,12 @@ class S3Store(NotPickled):
         return self.settings.max_pool_connections
 
     def _call(self, action: str, key: str | None, call: Callable[[], T]) -> T:
+        where = f"s3://{self._bucket}/{printable(key or '')}"
+        what = f"waiting for {self.endpoint} to answer {action} of {where}"
+        with waiting(what, seconds=self._longest, part=True):
+            return self._ask(action, key, call)
+
+    def _ask(self, action: str, key: str | None, call: Callable[[], T]) -> T:
         credentials = credentials_of(self._client)
         used = credentials.snapshot() if credentials is not None else None
         try:
@@ -250,6 +259,12 @@ class S3Store(NotPickled):
         while (page := self._call("s3:ListBucketMultipartUploads", prefix, lambda: next(pages, None))) is not None:
             for one in page.get("Uploads", ()):
                 yield OpenUpload(key=one["Key"], upload_id=one["UploadId"], started=one.get("Initiated"))
+
+
+def _longest(config: Any) -> float | None:
+    """Return how long a request may go without a sign of life, all tries together; None where that has no end."""
+    tries = (config.retries or {}).get("total_max_attempts") or 1
+    return float(tries * config.read_timeout) if config.read_timeout else None
 
 
 def _condition(if_absent: bool, if_match: str | None) -> dict[str, Any]:

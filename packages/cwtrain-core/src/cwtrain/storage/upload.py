@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cwtrain.errors import ConfigError
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotFile
+from cwtrain.models.text import duration, printable, size
 from cwtrain.storage._crew import Crew
 from cwtrain.storage._learned import learned_of
 from cwtrain.storage._meter import Meter
@@ -17,10 +18,13 @@ from cwtrain.storage.location import Location
 from cwtrain.storage.plan import Standing, claim_name, claimed_by, conflict_error, stand
 from cwtrain.storage.report import ObjectDigest, UploadProgress, UploadReport
 from cwtrain.storage.store import ObjectStore
+from cwtrain.waits import Wait, waiting
 
 __all__ = ["PartSizes", "upload_objects"]
 
 _log = logging.getLogger("cwtrain.storage")
+_STILL_SECONDS = 5.0
+"""Bytes that have not moved for so long are worth a word."""
 
 
 def upload_objects(
@@ -111,8 +115,30 @@ class _Upload:
         self._total = 0
         self._reused = 0
         self._sender: Sender | None = None
+        self._wait: Wait | None = None
 
     def run(
+        self,
+        claim: Claim,
+        *,
+        manifest: Mapping[str, ObjectDigest] | None,
+        before_index: Callable[[Mapping[str, ObjectDigest]], None] | None,
+        sizes: PartSizes,
+        record_directory: str | None,
+        free: bool,
+    ) -> UploadReport:
+        """Do the whole of ``upload_objects``."""
+        with waiting(self._in_words) as self._wait:
+            return self._run(
+                claim,
+                manifest=manifest,
+                before_index=before_index,
+                sizes=sizes,
+                record_directory=record_directory,
+                free=free,
+            )
+
+    def _run(
         self,
         claim: Claim,
         *,
@@ -204,7 +230,17 @@ class _Upload:
         if files:
             sender.send([(file, self._location.key(self._identity, file.name)) for file in files], torn=torn)
 
+    def _in_words(self) -> str:
+        what = f"uploading {printable(self._identity)}"
+        if not self._total:
+            return f"{what}: comparing with what is in the bucket"
+        still = self._meter.still_seconds
+        moves = f", nothing has moved for {duration(round(still))}" if still >= _STILL_SECONDS else ""
+        return f"{what}: {size(self._meter.sent_bytes)} of {size(self._total)} sent{moves}"
+
     def _tick(self) -> None:
+        if self._wait is not None:
+            self._wait.beat()
         if self._on_progress is None:
             return
         self._on_progress(
