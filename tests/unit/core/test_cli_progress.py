@@ -29,7 +29,7 @@ def event(state, ready=0, **more):
 def upload(sent, rate=0.0):
     return ProgressEvent(
         upload=UploadProgress(
-            sent_bytes=sent, total_bytes=10_000_000, seconds=1.0, objects_done=1, objects=2, bytes_per_second=rate
+            sent_bytes=sent, total_bytes=10_000_000, seconds=9.0, objects_done=1, objects=2, bytes_per_second=rate
         )
     )
 
@@ -43,7 +43,7 @@ def told(capfd):
     return capfd.readouterr().err.splitlines()
 
 
-def test_a_line_for_each_change_of_state_and_otherwise_one_in_30_seconds(capfd, clock):
+def test_a_line_for_each_change_of_state(capfd, clock):
     with ProgressLine(clock=clock.now) as line:
         for _ in range(3):
             line.event(event("PENDING"))
@@ -54,7 +54,7 @@ def test_a_line_for_each_change_of_state_and_otherwise_one_in_30_seconds(capfd, 
         for _ in range(13):
             clock.sleep(5)
             line.event(event("IN_PROGRESS", ready=1))
-        assert len(told(capfd)) == 2
+        assert told(capfd) == []
         line.event(event("IN_PROGRESS", ready=1, problem="503"))
         assert "last poll failed: 503" in told(capfd)[0]
         line.event(event("COMPLETED", ready=2))
@@ -67,8 +67,8 @@ def test_an_upload_is_told_with_rate_and_remaining_time(capfd, clock):
         line.event(upload(2_000_000, rate=3e6))
         line.event(upload(10_000_000, rate=3e6))
         assert told(capfd) == [
-            "uploading: 1/2 objects, 1,000,000/10,000,000 bytes, 3.0 MB/s, 3 s left",
-            "uploading: 1/2 objects, 10,000,000/10,000,000 bytes",
+            "uploading: 1/2 objects, 976.6 KiB of 9.5 MiB, 2.9 MiB/s, 3 s left",
+            "uploading: 1/2 objects, 9.5 MiB of 9.5 MiB",
         ]
 
 
@@ -118,4 +118,4 @@ def test_what_is_there_already_is_compared_not_sent(capfd, clock):
         line.event(upload(5_000_000))
     lines = told(capfd)
     assert lines[0] == "uploading: comparing 6 objects with what is in the bucket"
-    assert lines[1].startswith("uploading: 1/2 objects, 5,000,000/10,000,000 bytes")
+    assert lines[1].startswith("uploading: 1/2 objects, 4.8 MiB of 9.5 MiB")
