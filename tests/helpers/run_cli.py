@@ -84,8 +84,18 @@ def program(
 
 def start(*args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start ``python -m cwtrain args``; the caller ends it."""
+    return _start(["-m", "cwtrain", *args], env)
+
+
+def start_with_heartbeat(seconds: float, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start the command line, which says what it waits for after so many seconds; the caller ends it."""
+    code = "import sys; from cwtrain.cli import main; sys.exit(main(sys.argv[2:], heartbeat=float(sys.argv[1])))"
+    return _start(["-c", code, str(seconds), *args], env)
+
+
+def _start(words: list[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "cwtrain", *args],
+        [sys.executable, *words],
         env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

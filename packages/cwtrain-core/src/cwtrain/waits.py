@@ -22,6 +22,7 @@ SILENCE_SECONDS: Final = 25.0
 """After so long without a word a wait is told: nobody is left without one for half a minute."""
 _INNER_SECONDS: Final = 10.0
 """A wait inside another one is worth a word when it takes as long as that."""
+_NO_LIMIT: Final = ", no time limit"
 
 _log = logging.getLogger("cwtrain.waits")
 _waits: list[Wait] = []
@@ -35,7 +36,7 @@ class Wait:
         self,
         what: str | Callable[[], str],
         *,
-        seconds: float | None = None,
+        seconds: float | Callable[[], float | None] | None = None,
         part: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,15 +60,17 @@ class Wait:
     @property
     def left(self) -> float | None:
         """Seconds until it is given up; None where it has no limit of its own."""
+        if callable(self._seconds):
+            return self._seconds()
         return None if self._seconds is None else max(0.0, self._seconds - self.spent)
 
-    def words(self) -> str:
-        """Return what is waited for, since when and until when."""
-        text, left = f"{self.what}; {duration(round(self.spent))} so far", self.left
+    def words(self, left: float | None = None) -> str:
+        """Return what is waited for, since when and until when; ``left`` is the least of the seconds that are left."""
+        text, left = f"{self.what}; {duration(round(self.spent))} so far", self.left if left is None else left
         if self.part and not left:  # a request that is answered bit by bit begins anew with each of them
             return text
         if left is None:
-            return f"{text}, no time limit"
+            return f"{text}{_NO_LIMIT}"
         until = dt.datetime.now().astimezone() + dt.timedelta(seconds=left)
         return f"{text}, {duration(round(left))} left (until {until:%H:%M:%S})"
 
@@ -83,14 +86,15 @@ class Wait:
 def waiting(
     what: str | Callable[[], str],
     *,
-    seconds: float | None = None,
+    seconds: float | Callable[[], float | None] | None = None,
     part: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Wait]:
     """Note inside the block that ``what`` goes on, for ``seconds`` at most (None: without a limit of its own).
 
-    ``what`` is a phrase such as "waiting for ...", or gives one when it is asked, which may be in another thread. A
-    single request is a ``part``: it is named where it takes long, beside what it is for.
+    ``what`` is a phrase such as "waiting for ...". It may be a function that gives one, and ``seconds`` one that gives
+    how many are left; they may be called in another thread. A single request is a ``part``: it is named where it takes
+    long, beside what it is for.
     """
     wait = Wait(what, seconds=seconds, part=part, clock=clock)
     _waits.append(wait)
@@ -103,10 +107,14 @@ def waiting(
 def current() -> str | None:
     """Return in words what this process waits for, None where nothing is: the whole, and the request that takes long.
 
-    The whole is what began last, so the innermost of nested ones; the request is the oldest that is under way.
+    The whole is what began last, so the innermost of nested ones, and ends when the first of them does; the request is
+    the oldest that is under way.
     """
     waits = list(_waits)
     wholes = [wait for wait in waits if not wait.part]
     slow = [wait for wait in waits if wait.part and (wait.spent >= _INNER_SECONDS or not wholes)]
-    told = wholes[-1:] + slow[:1]
-    return "; ".join(wait.words() for wait in told) or None
+    limits = [left for wait in wholes if (left := wait.left) is not None]
+    told = [wait.words(min(limits, default=None)) for wait in wholes[-1:]] + [wait.words() for wait in slow[:1]]
+    if len(told) > 1:  # the request says until when
+        told[0] = told[0].removesuffix(_NO_LIMIT)
+    return "; ".join(told) or None

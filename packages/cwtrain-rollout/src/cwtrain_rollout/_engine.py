@@ -94,6 +94,8 @@ class Engine:
     text: bool = False
     split: bool = False
     """Whether the server answers ``n > 1`` with one choice, so that each choice is asked for by itself."""
+    trouble: str = ""
+    """What was wrong with the last bad answer, for who waits."""
     completion_ids: bool = False
     """Whether ids are asked for in ``nvext``, because the server honours no other way; then one choice at a time."""
     _told: tuple[int | None, ...] = ()
@@ -235,6 +237,7 @@ class Engine:
     def retried(self, reason: str, attempt: int, delay: float) -> None:
         """Note a retry, and tell plugins once in a burst."""
         self.totals.retries += 1
+        self.trouble = reason
         now = self.clock()
         if self.plugins is not None and now - self._burst >= _RETRY_BURST:
             self._burst = now
@@ -242,6 +245,7 @@ class Engine:
 
     def unavailable(self, reason: str) -> None:
         """Tell that the endpoint refuses everything."""
+        self.trouble = reason
         log.warning("%s refuses: one request at a time looks whether it is back (%s)", self.config.base_url, reason)
         self.notify(RolloutUnavailable(backend=self.name, since=dt.datetime.now(dt.UTC), reason=reason))
 

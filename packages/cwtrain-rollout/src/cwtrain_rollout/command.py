@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -10,11 +10,13 @@ from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._options import SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from cwtrain_rollout.protocol import SamplingParams
 
 __all__ = ["rollout"]
+
+_T = TypeVar("_T")
 
 
 @click.group("rollout")
@@ -84,6 +86,11 @@ _PROMPT_IDS = click.option(
 @click.option("-n", "count", type=click.IntRange(1, 1024), default=1, show_default=True, help="Samples of each prompt.")
 @click.option("--seed", type=click.IntRange(0, 2**62 - 1), help="Seed, so that equal weights give equal samples.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends a sample. May be repeated.")
+@click.option(
+    "--timeout",
+    type=SECONDS,
+    help="Seconds for everything.  [default: none; a failing endpoint is given up after CWTRAIN_ROLLOUT_DEADLINE]",
+)
 @_endpoint
 @pass_context
 def sample(
@@ -95,22 +102,22 @@ def sample(
     count: int,
     seed: int | None,
     stop: tuple[str, ...],
+    timeout: float | None,
     **where: Any,
 ) -> None:
     """Sample answers to prompts and print them with their tokens, log-probs and weight versions."""
     if bool(texts) == bool(prompt_ids):
         raise click.UsageError("give --prompt or --prompt-ids, and not both")
-    import asyncio
-
     from cwtrain_rollout.chat import ChatSampler
 
-    backend, sampling = _backend(where, text=bool(texts)), _sampling(where, stop)
+    limit = {"deadline": timeout} if timeout is not None else {}
+    backend, sampling = _backend(where, text=bool(texts), **limit), _sampling(where, stop)
     if isinstance(backend, ChatSampler):
         if seed is not None or sampling.top_k != -1:
             raise click.UsageError("the backend serverless takes no --seed and no --top-k")
-        rows = asyncio.run(_chat(backend, texts, count, sampling))
+        rows = _within(timeout, _chat(backend, texts, count, sampling))
     else:
-        rows = _completions(backend, texts, prompt_ids, count, seed, sampling)
+        rows = _within(timeout, _completions(backend, texts, prompt_ids, count, seed, sampling))
     ctx.out.data(rows, ids=[row["request_id"] for row in rows], columns=("prompt", "text", "status", "versions"))
 
 
@@ -189,7 +196,32 @@ def _sampling(where: dict[str, Any], stop: tuple[str, ...]) -> SamplingParams:
     )
 
 
-def _completions(
+def _within(timeout: float | None, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what ``work`` returns. Raises ``WaitTimeoutError`` where that takes longer than ``timeout`` seconds."""
+    import asyncio
+
+    from cwtrain.errors import WaitTimeoutError
+    from cwtrain.waits import current, waiting
+
+    async def limited() -> _T:
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait([task], timeout=timeout)
+        if done:
+            return task.result()
+        seen = current() or "nothing"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise WaitTimeoutError(
+            f"the samples were not there within {timeout:g} s; last seen: {seen}",
+            last_seen=seen,
+            hint="give a longer --timeout, or ask for fewer and shorter samples",
+        )
+
+    with waiting("waiting for samples", seconds=timeout):
+        return asyncio.run(limited())
+
+
+async def _completions(
     backend: Any,
     texts: tuple[str, ...],
     prompt_ids: tuple[tuple[int, ...], ...],
@@ -203,7 +235,7 @@ def _completions(
     groups = [Group(prompt=(0,), text=text, n=count, seed=seed) for text in texts]
     groups += [Group(prompt=ids, n=count, seed=seed) for ids in prompt_ids]
     rows = []
-    for group in backend.sample_groups(groups, sampling):
+    for group in await backend.sample(groups, sampling):
         for one in group.samples:
             rows.append(
                 {

@@ -14,6 +14,7 @@ import attrs
 from cwtrain._process import OneProcess
 from cwtrain.errors import ConfigError
 from cwtrain.events import RolloutBatchCompleted
+from cwtrain.waits import waiting
 from cwtrain_rollout._engine import Engine
 from cwtrain_rollout._group import Got, GroupRun, all_or_nothing, cancel_all
 from cwtrain_rollout.errors import RolloutAnswerError, RolloutError, StaleWeightsError
@@ -118,6 +119,7 @@ class Rollout(OneProcess):
         self._nothing_asked = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
         self._entered = False
+        self._noted = contextlib.ExitStack()
         self._began = engine.clock()
         self._before = attrs.evolve(engine.totals)
         self._versions: dict[str, None] = {}
@@ -126,6 +128,29 @@ class Rollout(OneProcess):
 
     async def __aenter__(self) -> Self:
         self._check_process()
+        self._noted.enter_context(waiting(self._in_words, seconds=self._left, clock=self._engine.clock))
+        try:
+            await self._start()
+        except BaseException:
+            self._noted.close()
+            raise
+        return self
+
+    def _in_words(self) -> str:
+        config, trouble = self._engine.config, self._engine.trouble
+        text = f"sampling from {config.base_url}: {len(self._delivered)} of {len(self._runs)} groups are there"
+        return f"{text}, the last trouble was: {trouble}" if trouble else text
+
+    def _left(self) -> float | None:
+        """Return the seconds until a failing group is given up; None where none fails."""
+        left = [
+            self._engine.config.deadline - (self._engine.clock() - run.first_failure)
+            for run in self._runs
+            if run.first_failure is not None and len(run.got) < run.group.n
+        ]
+        return max(0.0, min(left)) if left else None
+
+    async def _start(self) -> None:
         if self._runs:
             engine, options = self._engine, self._options
             if engine.served is not None:
@@ -143,12 +168,14 @@ class Rollout(OneProcess):
             await self._require_processed()
         self._entered = True
         self._driver = asyncio.create_task(self._drive())
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._end()
+        try:
+            await self._end()
+        finally:
+            self._noted.close()
         # Whoever still iterates, or begins to, finds the end.
         self._results.put_nowait(None)
         totals, before = self._engine.totals, self._before

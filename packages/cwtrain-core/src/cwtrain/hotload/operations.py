@@ -29,6 +29,7 @@ from cwtrain.infra._poll import Deadline, poll
 from cwtrain.infra._retry import is_retryable
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import HotLoad, HotLoadReplica, HotLoadState, ResourceStatus
+from cwtrain.waits import waiting
 
 if TYPE_CHECKING:
     from cwtrain.infra.client import InferenceClient
@@ -104,7 +105,9 @@ class HotLoadOperations:
         asked: list[str],
     ) -> HotLoad:
         """Return the hot-load that does ``work``, once the service has taken it; ``asked`` gets the id before that."""
-        hot_load = self._request(work, deadline, on_progress, known, asked)
+        what = f"waiting for the service to take the hot-load of {work.identity}"
+        with waiting(what, seconds=deadline.left(), clock=self.clock):
+            hot_load = self._request(work, deadline, on_progress, known, asked)
         asked[:] = [hot_load.id]
         _log.info(
             "hot-load %s: %s %s on %s, prompt cache policy %s",
