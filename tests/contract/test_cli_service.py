@@ -412,7 +412,8 @@ def test_on_a_terminal_progress_is_drawn_and_standard_output_stays_clean(api):
     os.close(reader)
     assert process.returncode == 0
     assert json.loads(out)["status"]["state"] == "COMPLETED"
-    assert b"hot-load h (v1): COMPLETED" in b"".join(drawn)
+    assert b"hot-load h of v1" in b"".join(drawn)
+    assert b"1/1 replicas, 0 s, COMPLETED, v1" in b"".join(drawn)
     assert b"\x1b[" in b"".join(drawn)
 
 

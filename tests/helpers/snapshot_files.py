@@ -167,5 +167,5 @@ def toy(version: int) -> dict[str, tuple[str, list[int], bytes]]:
         "scaled_fp8": ("F8_E4M3", [0], b""),
         "odd.weight": ("BF16", [2], words(0x7FC1, 0) if version < 1 else words(0x7FC2, 0x8000)),  # NaN bits, -0.0
         "packed": ("F4", [2, 3], bytes([1, 2, 3 if version < 3 else 4])),  # changes at 3
-        "strange \u00e9\n'name": ("I8", [3], bytes([1, 2, 3])),
+        "strange \u00e9 'name": ("I8", [3], bytes([1, 2, 3])),
     }

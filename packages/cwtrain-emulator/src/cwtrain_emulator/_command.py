@@ -24,6 +24,15 @@ def _bucket(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
+class _Printable(logging.Formatter):
+    """Lines in which what is no printable character is spelt out: names and paths come from whoever sends a request."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """Return the line."""
+        text = super().formatMessage(record)
+        return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 @click.command("serve", cls=Command)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port of the API; 0: any.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -109,7 +118,9 @@ def serve_command(
     out = output()
     out.refuse_ids()
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level)
     temporary = state_dir is None or discard_state
     directory = Path(tempfile.mkdtemp(prefix="cwtrain-emulator-")) if state_dir is None else state_dir.absolute()
     settings = Settings(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import traceback
 from typing import Any, Final
 
 import attrs
 import click
 
-from cwtrain.cli._output import STDOUT
+from cwtrain.cli._output import STDOUT, to_json
 from cwtrain.errors import APIError, ConfigError, CWTrainError, StorageRegionError
+from cwtrain.models.text import printable, printable_lines
 
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "TERMINATED", "WRONG_USAGE", "Report", "Terminated", "report"]
 
@@ -60,7 +60,8 @@ class Report:
         lines += [f"  {note}" for note in self.notes]
         if self.hint:
             lines.append(f"  next: {self.hint}")
-        return "\n".join(([self.traceback.rstrip()] if self.traceback else []) + lines)
+        trace = self.traceback.rstrip().split("\n") if self.traceback else []
+        return "\n".join([*map(printable, trace), *map(printable_lines, lines)])
 
     def json(self) -> str:
         """Return one JSON object, in one line, for programs."""
@@ -75,7 +76,7 @@ class Report:
             error["notes"] = list(self.notes)
         if self.traceback:
             error["traceback"] = self.traceback
-        return json.dumps({"error": error}, ensure_ascii=False)
+        return to_json({"error": error})
 
 
 def report(exc: BaseException, *, verbose: bool = False) -> Report:

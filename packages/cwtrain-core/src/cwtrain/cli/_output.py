@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TextIO
 
 import click
 
-from cwtrain.models.text import duration, printable, size
+from cwtrain.models.text import duration, printable, printable_lines, size
 from cwtrain.waits import SILENCE_SECONDS, current, waiting
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ __all__ = [
     "naming_stdout",
     "say",
     "terminal_width",
+    "to_json",
 ]
 
 FORMATS: Final = ("json", "jsonl", "table", "id")
@@ -65,7 +66,7 @@ def say(text: str, *, quiet: bool = False) -> None:
     if quiet:
         return
     _heard()
-    text = "\n".join(map(printable, text.split("\n")))
+    text = printable_lines(text)
     if _drawing:
         _drawing[-1].print(text, markup=False, highlight=False, soft_wrap=True)
     else:
@@ -91,11 +92,11 @@ class Output:
                 _write("".join(f"{printable(one)}\n" for one in ids or ()))
             case "jsonl":
                 items = value if isinstance(value, list) else [value]
-                _write("".join(_json(item) + "\n" for item in items))
+                _write("".join(to_json(item) + "\n" for item in items))
             case "table":
                 _write(_table(value if table is None else table, columns))
             case _:
-                _write(_json(value, indent=2) + "\n")
+                _write(to_json(value, indent=2) + "\n")
 
     def refuse_ids(self) -> None:
         """Raise a usage error for ``id``: a command that gives no ids says so before it begins its work."""
@@ -131,7 +132,7 @@ class Output:
             yield tell
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
     """Return ``value`` as JSON in which nothing but its own line ends and printable characters stand."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     if text.isascii():  # what is below a blank is escaped already
@@ -426,7 +427,9 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write ``record``."""
         try:
-            word = record.levelname.lower()
-            say(f"{word}: {self.format(record)}")
+            message, *trace = self.format(record).split("\n") if record.exc_info else [record.getMessage()]
+            say(f"{record.levelname.lower()}: {message}")
+            for line in trace:
+                say(line)
         except Exception:  # noqa: BLE001 - logging's own rule: never fail the caller for a log line
             self.handleError(record)

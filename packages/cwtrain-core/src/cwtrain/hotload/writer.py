@@ -51,6 +51,7 @@ from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.snapshots._inputs import TensorInput, checkpoint_input, tensor_input
 from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
 from cwtrain.snapshots.checkpoint import open_checkpoint
+from cwtrain.snapshots.header import unfit_names
 from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
@@ -336,6 +337,11 @@ class SnapshotWriter(OneProcess):
             self._base.abandon()
 
     def _accept(self, name: str, kind: TensorType) -> None:
+        if unfit_names([name]):
+            raise SnapshotError(
+                f"{name!r} is no name of a tensor: it is blank or has control characters",
+                hint="rename the tensor where the state dict is made",
+            )
         if name in self._added:
             raise SnapshotError(f"tensor {name!r} comes twice", hint="add each tensor once, on one rank")
         if self._full:

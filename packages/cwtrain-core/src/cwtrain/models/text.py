@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["duration", "printable", "size"]
+import re
+
+__all__ = ["duration", "printable", "printable_lines", "size"]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -20,6 +22,16 @@ def printable(text: str) -> str:
 
 def _spelt(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
+
+
+def printable_lines(text: str) -> str:
+    """Return ``text`` as ``printable`` does, but for its lists: a line end before two blanks or a dash stays one.
+
+    Those are ours. Any other may come out of a name, and would let it pass for a line of its own.
+    """
+    if text.isprintable():
+        return text
+    return "".join(part if part == "\n" else printable(part) for part in re.split(r"(\n(?=  |-))", text))
 
 
 def size(count: float) -> str:

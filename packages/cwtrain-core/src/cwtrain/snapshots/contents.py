@@ -129,7 +129,7 @@ def read_contents(
     """
     place = os.path.abspath(os.fspath(path))
     # Whatever the delta stands on is fine here.
-    found = scan(place, previous_identity=place, allow_empty_delta=True, foreign_formats=True)
+    found = scan(place, previous_identity=place, allow_empty_delta=True, foreign_formats=True, any_names=True)
     assert found.index is not None  # scan() raised otherwise
     assert found.shards is not None
     tensors = checkpoint_of(found.shards).tensors

@@ -13,7 +13,7 @@ from cwtrain.snapshots._files import RegularFile
 from cwtrain.snapshots._json import MAX_JSON_BYTES, encodable, may_hold_half_characters, parse_json
 from cwtrain.snapshots._sniff import SNIFF_BYTES, describe_content
 
-__all__ = ["DTYPE_BITS", "Header", "TensorInfo", "build_header", "parse_header", "read_header"]
+__all__ = ["DTYPE_BITS", "Header", "TensorInfo", "build_header", "parse_header", "read_header", "unfit_names"]
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -263,6 +263,11 @@ def _check_offsets(tensors: Mapping[str, TensorInfo], data_bytes: int, problems:
         )
     elif end < data_bytes:
         problems.append(f"has {data_bytes - end} bytes after the last tensor; save or download it again")
+
+
+def unfit_names(names: Iterable[str]) -> list[str]:
+    """Return the tensor names that nothing may be published under: blank ones, and those that cannot be printed."""
+    return [name for name in names if not (name.isprintable() and name.strip())]
 
 
 def build_header(tensors: Iterable[tuple[str, str, Iterable[int], int]], metadata: Mapping[str, str]) -> bytes:

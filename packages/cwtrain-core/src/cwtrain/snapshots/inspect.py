@@ -20,7 +20,7 @@ from cwtrain.snapshots._shards import NUMBERED, Shards, read_shards, take_spare,
 from cwtrain.snapshots._sidefiles import is_side_file
 from cwtrain.snapshots._sniff import describe_content
 from cwtrain.snapshots.checkpoint import SINGLE_NAME, raise_problems
-from cwtrain.snapshots.header import Header, read_header
+from cwtrain.snapshots.header import Header, read_header, unfit_names
 from cwtrain.snapshots.index import dump_index, generate_index, is_delta, read_index
 
 __all__ = ["Inspection", "inspect_snapshot", "late_files", "scan"]
@@ -107,10 +107,12 @@ def scan(
     identity_for_version: Callable[[int], str | None] = identities.identity_for_version,
     allow_empty_delta: bool = False,
     foreign_formats: bool = False,
+    any_names: bool = False,
 ) -> Inspection:
     """Return the inspection of a directory without problems, or raise all of them as one SnapshotLayoutError.
 
-    ``foreign_formats`` lets deltas through whose encoding or checksum the service does not take, but we can read.
+    ``foreign_formats`` lets deltas through whose encoding or checksum the service does not take, but we can read;
+    ``any_names`` lets tensors through whose names may not be published.
     """
     found = Inspection(path=place, listing=list_directory(place))
     if _ADAPTER in found.listing:
@@ -137,6 +139,11 @@ def scan(
             )
         else:
             _check_full(found, found.index, found.shards, previous_identity)
+        if not any_names and (unfit := unfit_names(found.shards.weight_map)):
+            found.problems.append(
+                f"{INDEX_NAME}: names that are blank or have control characters are no names of tensors: "
+                f"{', '.join(map(repr, unfit))}; rename them where the checkpoint is written"
+            )
         _sort_files(found, found.index, found.shards, delta=delta)
     raise_problems(place, found.problems)
     return found

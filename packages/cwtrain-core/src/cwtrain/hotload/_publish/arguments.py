@@ -12,6 +12,7 @@ import attrs
 from cwtrain.errors import ConfigError
 from cwtrain.hotload._publish.plan import TensorBase, Tensors
 from cwtrain.snapshots._inputs import tensor_input
+from cwtrain.snapshots.header import unfit_names
 
 __all__ = ["NamedTensors", "base_place", "baseline_wait", "named_tensors", "version_of"]
 
@@ -52,6 +53,11 @@ class NamedTensors:
 
 def named_tensors(tensors: Tensors, dtype: str | Mapping[str, str] | None = None) -> NamedTensors:
     """Return what was given. Raises ConfigError for what cannot be gone through a second time, as an iterator."""
+    if isinstance(tensors, Mapping) and (unfit := unfit_names(filter(lambda name: isinstance(name, str), tensors))):
+        raise ConfigError(
+            f"names that are blank or have control characters are no names of tensors: {', '.join(map(repr, unfit))}",
+            hint="rename them where the state dict is made",
+        )
     if isinstance(tensors, Mapping) or callable(tensors):
         return NamedTensors(tensors, dtype)
     raise ConfigError(

@@ -46,7 +46,13 @@ function h(name, attributes = {}, ...children) {
 
 /** Set a node's text, if it is another one: what does not change keeps the reader's selection. */
 function say(node, words) {
-  if (node.textContent !== String(words)) node.textContent = String(words);
+  const text = printable(String(words));
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** Spell out what cannot be seen, or would turn the rest of the line around: names come from anywhere. */
+function printable(text) {
+  return text.replace(/[\p{Cc}\p{Cf}\u2028\u2029]/gu, (char) => `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`);
 }
 
 function show(node, shown) {
