@@ -163,8 +163,7 @@ def test_region_order_and_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("http://localhost:9000", "http://localhost:9000/weights/a/b"),
     ],
 )
-def test_where_the_bucket_goes(endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    profile(tmp_path, monkeypatch, "[default]\ns3 =\n  addressing_style = path\n")
+def test_where_the_bucket_goes(endpoint: str, url: str) -> None:
     client = s3_client(endpoint)
     signed = client.generate_presigned_url("get_object", Params={"Bucket": "weights", "Key": "a/b"})
     assert signed.partition("?")[0] == url

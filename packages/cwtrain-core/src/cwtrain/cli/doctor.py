@@ -187,6 +187,7 @@ def _storage() -> dict[str, Any]:
         "region": settings.region,
         "region_source": settings.region_source,
         "addressing": settings.addressing,
+        "addressing_source": settings.addressing_source,
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from cwtrain.config._env import boolean, env, load, whole_number
+from cwtrain.errors import ConfigError
 
 __all__ = ["StorageConfig"]
 
@@ -15,6 +16,13 @@ _at_least_one = whole_number(1)
 
 def _rate(value: object) -> int:
     return _at_least_one(value)
+
+
+def _style(value: object) -> str:
+    text = str(value).strip().lower()
+    if text not in ("auto", "path", "virtual"):
+        raise ConfigError("must be path, virtual or auto")
+    return text
 
 
 @attrs.frozen(kw_only=True)
@@ -34,6 +42,16 @@ class StorageConfig:
             "AWS_REGION",
             "AWS_DEFAULT_REGION",
             help="region of the bucket, which is its zone, like US-EAST-04A; without it the profile's",
+        ),
+    )
+    addressing_style: str | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(_style),
+        metadata=env(
+            "CW_S3_ADDRESSING_STYLE",
+            "AWS_S3_ADDRESSING_STYLE",
+            help="path or virtual, for another store than the service's own; without it boto3's configuration, then "
+            "virtual, and path for IP addresses and localhost",
         ),
     )
     sign_payload: bool = attrs.field(

@@ -113,7 +113,7 @@ def translate(
     if isinstance(error, _NO_ANSWER):
         return ConnectionFailedError(
             f"{what}: the connection failed{at} ({text})",
-            hint="check the endpoint (CW_S3_ENDPOINT) and the network, then run it again",
+            hint="check the endpoint (CW_S3_ENDPOINT) and the network, then run it again" + _other_style(settings),
         )
     return StorageError(f"{what}: {text}", **place)
 
@@ -185,6 +185,13 @@ def _refusal(
         )
     hint = "the store is busy or failing: run it again, what is in the bucket is not sent again"
     return StorageError(f"{what} ({said})", hint=hint if status and status >= 500 and status != 501 else None, **place)
+
+
+def _other_style(settings: S3Settings | None) -> str:
+    """Return what to try where a store may know no host name for its buckets."""
+    if settings is None or settings.addressing == "path" or settings.own:
+        return ""
+    return "; a store that takes path style only: CW_S3_ADDRESSING_STYLE=path"
 
 
 def _at(settings: S3Settings | None) -> str:

@@ -25,6 +25,7 @@ from botocore.utils import get_environ_proxies
 
 from cwtrain._process import renew_after_fork, renew_locks_after_fork
 from cwtrain.config import StorageConfig
+from cwtrain.config._env import sources
 from cwtrain.config.api import is_loopback
 from cwtrain.config.network import proxy_for
 from cwtrain.errors import ConfigError, CWTrainError, StorageRegionError
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_ENDPOINT", "S3Settings", "check_bucket", "s3_client", "s3_settings"]
 
 DEFAULT_ENDPOINT = "https://cwobject.com"
+_OWN_HOSTS = ("cwobject.com", "cwlota.com")
+"""The service's own endpoints, which refuse path style."""
 _REGION_EXAMPLE = "US-EAST-04A"
 
 _BUCKET_LABEL = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
@@ -57,11 +60,22 @@ class S3Settings:
     addressing: str
     """``virtual`` (the bucket is in the host name) or ``path``."""
     max_pool_connections: int
+    addressing_source: str = "the default"
 
     @property
     def real(self) -> bool:
-        """Whether the endpoint is a named host outside this machine, where only virtual-hosted addressing works."""
+        """Whether the endpoint is a named host outside this machine."""
         return not _is_local(self.endpoint_url)
+
+    @property
+    def own(self) -> bool:
+        """Whether the endpoint is one of the service's own, which address buckets in the host name only."""
+        return _is_own(self.endpoint_url)
+
+    @property
+    def in_host_name(self) -> bool:
+        """Whether the bucket has to be part of a host name."""
+        return self.addressing == "virtual" or (self.addressing != "path" and self.real)
 
 
 # botocore sessions fill caches that two threads must not fill at once, so clients are made one at a time.
@@ -87,7 +101,8 @@ def s3_client(
       its own spelling, and has no default.
     - Credentials: whatever boto3 finds, refreshed as boto3 does, and looked for again when the store says that they
       have expired (not those that are given here or in ``session``).
-    - Buckets are addressed in the host name, as the store demands; by path only for IP addresses and localhost.
+    - Buckets are addressed in the host name, as the store demands, and by path for IP addresses and localhost; or as
+      the ``addressing_style`` of ``config``, ``CW_S3_ADDRESSING_STYLE`` or the AWS profile says, where it can be.
     - No checksum trailers are added, unless the AWS configuration or ``config`` asks for them. Payloads are sent as
       UNSIGNED-PAYLOAD, unless ``CWTRAIN_S3_SIGN_PAYLOAD=1``; over plain http a single PUT of a file is signed over its
       SHA-256, which is known by then.
@@ -112,7 +127,8 @@ def s3_client(
                 given = usual.merge(given)
             endpoint, endpoint_source = _endpoint(endpoint_url, core, profile, given)
             region, region_source = _region(region_name, core, profile, given)
-            config = _config(given, profile, endpoint, max_pool_connections)
+            style, style_source = _addressing(endpoint, core, profile, given)
+            config = _config(given, profile, endpoint, style, max_pool_connections)
             client: S3Client = session.client("s3", endpoint_url=endpoint, region_name=region, config=config, **kwargs)
         except CWTrainError:
             raise
@@ -129,7 +145,8 @@ def s3_client(
             endpoint_source=endpoint_source,
             region=region,
             region_source=region_source,
-            addressing=config.s3["addressing_style"],
+            addressing=style,
+            addressing_source=style_source,
             max_pool_connections=config.max_pool_connections,
         )
         _SETTINGS[client] = settings
@@ -167,10 +184,11 @@ def s3_settings(client: Any) -> S3Settings:
 
 def check_bucket(bucket: str, settings: S3Settings) -> None:
     """Raise ConfigError when ``bucket`` cannot be part of a host name and the endpoint needs that."""
-    if settings.real and not _BUCKET_LABEL.fullmatch(bucket):
+    if settings.in_host_name and not _BUCKET_LABEL.fullmatch(bucket):
+        other = "" if settings.own else "; a store that takes path style: CW_S3_ADDRESSING_STYLE=path"
         raise ConfigError(
             f"the bucket {bucket!r} cannot be reached at {settings.endpoint_url}: its name is no host label",
-            hint=_BUCKET_HINT,
+            hint=_BUCKET_HINT + other,
         )
 
 
@@ -233,7 +251,7 @@ def _region(
     )
 
 
-def _config(given: Config, profile: Mapping[str, Any], endpoint: str, pool: int) -> Config:
+def _config(given: Config, profile: Mapping[str, Any], endpoint: str, style: str, pool: int) -> Config:
     """Return ``given`` with our defaults wherever neither it nor the AWS configuration decides."""
     ours: dict[str, Any] = {"max_pool_connections": pool}
     for name in ("request_checksum_calculation", "response_checksum_validation"):
@@ -250,7 +268,7 @@ def _config(given: Config, profile: Mapping[str, Any], endpoint: str, pool: int)
         if get_environ_proxies(endpoint).get(scheme) != wanted.get(scheme):
             ours["proxies"] = wanted
     s3: dict[str, Any] = dict(getattr(given, "s3", None) or {})
-    s3["addressing_style"] = _addressing(s3.get("addressing_style"), endpoint)
+    s3["addressing_style"] = style
     s3.setdefault("payload_signing_enabled", StorageConfig.from_env().sign_payload)
     return Config(**ours).merge(given).merge(Config(s3=s3))
 
@@ -269,23 +287,48 @@ def _configured(name: str, profile: Mapping[str, Any]) -> bool:
     return bool(_set(os.environ.get(f"AWS_{name.upper()}")) or _set(str(profile.get(name) or "")))
 
 
-def _addressing(wanted: str | None, endpoint: str) -> str:
-    host = urlsplit(endpoint).hostname or ""
-    if _is_ip(host):
-        if wanted == "virtual":
-            raise ConfigError(
-                f"virtual-hosted addressing is impossible at {endpoint}: a bucket cannot stand before an IP address",
-                hint="leave addressing_style out, or use a host name that resolves to it",
-            )
-        return "path"
-    if _is_local(endpoint):
-        return "virtual" if wanted == "virtual" else "path"
-    if wanted == "path":
+def _addressing(
+    endpoint: str, core: botocore.session.Session, profile: Mapping[str, Any], config: Config
+) -> tuple[str, str]:
+    """Return how buckets are addressed at ``endpoint``, and who says so."""
+    wanted, source = _wanted_addressing(core, profile, config)
+    local, ip = _is_local(endpoint), _is_ip(urlsplit(endpoint).hostname or "")
+    if wanted == "path" and _is_own(endpoint):
         raise ConfigError(
-            f"path-style addressing is refused by the store at {endpoint}",
-            hint="leave addressing_style out: buckets are addressed in the host name",
+            f"path-style addressing, which {source} asks for, is refused by the store at {endpoint}",
+            hint=f"take it out of {source}: buckets are addressed in the host name there",
         )
-    return "virtual"
+    if wanted == "virtual" and ip:
+        if source.startswith("the AWS profile"):
+            # The service's own guide has people set this for its store; at an address it cannot be meant.
+            return "path", "the default"
+        raise ConfigError(
+            f"virtual-hosted addressing, which {source} asks for, is impossible at {endpoint}: a bucket cannot stand "
+            "before an IP address",
+            hint=f"take it out of {source}, or use a host name that resolves to it",
+        )
+    if wanted in ("path", "virtual"):
+        return wanted, source
+    return ("path" if local else "virtual"), "the default"
+
+
+def _wanted_addressing(core: botocore.session.Session, profile: Mapping[str, Any], config: Config) -> tuple[str, str]:
+    if style := (getattr(config, "s3", None) or {}).get("addressing_style"):
+        return style, "addressing_style of the argument config"
+    storage = StorageConfig.from_env()
+    if storage.addressing_style is not None:
+        return storage.addressing_style, sources(StorageConfig)["addressing_style"]
+    section = profile.get("s3")
+    style = _set(section.get("addressing_style")) if isinstance(section, Mapping) else None
+    source = f"the AWS profile {core.profile or 'default'!r} (addressing_style)"
+    if style is not None and style.lower() not in ("auto", "path", "virtual"):
+        raise ConfigError(f"{source} is {style!r}, and must be path, virtual or auto", hint="correct ~/.aws/config")
+    return (style or "auto").lower(), source
+
+
+def _is_own(endpoint: str) -> bool:
+    host = (urlsplit(endpoint).hostname or "").rstrip(".")
+    return any(host == own or host.endswith(f".{own}") for own in _OWN_HOSTS)
 
 
 def _is_ip(host: str) -> bool:
