@@ -11,7 +11,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,26 +26,27 @@ _API = "/v1alpha1/inference"
 _READY_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
 class Bucket:
     """The emulator's bucket: its name, and a boto3 S3 client with the trainer's key (path style).
 
-    It pickles, and works in forked processes: each process has a client of its own.
+    Made with ``options`` of a client in place of one, as the fixture is, it pickles and works in forked processes: each
+    process has a client of its own.
     """
 
-    name: str
-    _options: Mapping[str, Any] = field(repr=False)
-    _clients: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, name: str, client: Any = None, *, options: Mapping[str, Any] | None = None) -> None:
+        self.name = name
+        self._options = options
+        self._client, self._owner = client, os.getpid()
 
     @property
     def client(self) -> Any:
         """The client of this process."""
-        if os.getpid() not in self._clients:
-            self._clients[os.getpid()] = _s3_client(self._options)
-        return self._clients[os.getpid()]
+        if self._options is not None and (self._client is None or self._owner != os.getpid()):
+            self._client, self._owner = _s3_client(self._options), os.getpid()
+        return self._client
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Bucket, (self.name, self._options)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None if self._options is not None else self._client}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def bucket(emulator: Emulator) -> Bucket:
     """Give the emulator's bucket with a client."""
     return Bucket(
         emulator.bucket,
-        {
+        options={
             "endpoint_url": emulator.s3_endpoint,
             "aws_access_key_id": emulator.access_key_id,
             "aws_secret_access_key": emulator.secret_access_key,
