@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+_JSON_NAME = "cwtrain.json"
+"""The name in JSON of a field that has another one there: ``kind`` is the event's class."""
+
+
 def _now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
 
@@ -73,7 +77,10 @@ class WeightsWritten(Event):
 
 @attrs.frozen(kw_only=True)
 class SyncStarted(Event):
-    """A snapshot is about to be published."""
+    """A snapshot is about to be published. Exactly one SyncCompleted, SyncFailed or SyncSkipped of it follows.
+
+    With ``wait=False`` it follows once this process sees how the hot-load ended; after a kill, the next one tells it.
+    """
 
     identity: str
     choice: SnapshotChoice
@@ -86,14 +93,17 @@ class SnapshotInspected(Event):
     """A directory passed inspection."""
 
     identity: str
-    kind: SnapshotKind
+    kind: SnapshotKind = attrs.field(metadata={_JSON_NAME: "snapshot_kind"})
     files: int
     size_bytes: int
 
 
 @attrs.frozen(kw_only=True)
 class SnapshotUploaded(Event):
-    """All objects of a snapshot are in the bucket; ``reused_bytes`` were there already."""
+    """All objects of a snapshot are in the bucket; ``reused_bytes`` were there already.
+
+    ``seconds``: from the first look at the bucket to the last object; of tensors, from the first of them on.
+    """
 
     identity: str
     objects: int
@@ -125,7 +135,11 @@ class HotLoadProgressed(Event):
 
 @attrs.frozen(kw_only=True)
 class SyncCompleted(Event):
-    """The identity is served by all replicas."""
+    """The identity is served by all replicas.
+
+    ``seconds``: since it was asked for, with everything: reading, encoding, upload and hot-load. (Where a process that
+    was killed began it: since its hot-load was.)
+    """
 
     identity: str
     hot_load_id: str
@@ -135,15 +149,16 @@ class SyncCompleted(Event):
 
 @attrs.frozen(kw_only=True)
 class SyncSkipped(Event):
-    """Nothing was published for a version, and why."""
+    """Nothing was published for a version, and why. ``identity`` where that was known, and had started."""
 
     reason: str
     version: int | None = None
+    identity: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class SyncFailed(Event):
-    """A publish ended with an error."""
+    """A publish ended with an error: what was raised, or a CWTrainError that names it and has it as its cause."""
 
     error: CWTrainError
     identity: str | None = None
@@ -205,10 +220,10 @@ AnyEvent: TypeAlias = WeightsWritten | WeightSyncEvent | RolloutEvent
 
 
 def to_json(event: AnyEvent) -> dict[str, Any]:
-    """Return ``event`` as plain JSON data with its class name under ``kind``."""
+    """Return ``event`` as plain JSON data with its class name under ``kind``; a snapshot's is ``snapshot_kind``."""
     data: dict[str, Any] = {"kind": type(event).__name__}
     for field in attrs.fields(type(event)):
-        data[field.name] = _plain(getattr(event, field.name))
+        data[field.metadata.get(_JSON_NAME, field.name)] = _plain(getattr(event, field.name))
     return data
 
 

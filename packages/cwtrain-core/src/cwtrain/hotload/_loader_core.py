@@ -11,7 +11,7 @@ from cwtrain.events import SnapshotInspected, SnapshotUploaded, SyncStarted
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._mirror_hold import Hold
 from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
-from cwtrain.hotload.progress import OnProgress, ProgressEvent
+from cwtrain.hotload.progress import OnProgress, ProgressEvent, SyncEvents
 from cwtrain.hotload.upload import put_manifest, require_base, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
 from cwtrain.infra._poll import check_seconds
@@ -74,13 +74,21 @@ class LoaderCore:
         self._deployment: Deployment | None = None
         self._versions: Mapping[str, str | int | None] = {}
         """The version of the identity that was uploaded last."""
+        self.syncs = self._sync_events()
 
     def __repr__(self) -> str:
         return f"HotLoader(deployment_id={self.deployment_id!r})"
 
+    def _sync_events(self) -> SyncEvents:
+        return SyncEvents(lambda: self.plugins, self.run_id, self._clock)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.syncs = self._sync_events()
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process makes the same loader of: no secret, no connection, no plugin."""
-        state = {**self.__dict__, "_plugins": None, "_deployment": None}
+        state = {**self.__dict__, "_plugins": None, "_deployment": None, "syncs": None}
         if isinstance(self._s3, S3Store):
             state |= {"_s3": None, "_s3_settings": self._s3.settings}
         elif self._s3 is not None and not hasattr(self._s3, "create_upload"):
@@ -233,15 +241,16 @@ class LoaderCore:
         """Raise SnapshotChainError for a delta on another version than its predecessor holds: see ``require_base``."""
         require_base(snapshot, store=self.store, location=self.location, given=given, known=self._versions)
 
-    def _tell_started(self, snapshot: LocalSnapshot, identity: str, version: int | None) -> None:
-        self.plugins.notify(
+    def _tell_started(self, snapshot: LocalSnapshot, identity: str, version: int | None, *, began: float) -> None:
+        self.syncs.started(
             SyncStarted(
                 identity=identity,
                 choice=SnapshotChoice(snapshot.kind.value),
                 previous_identity=snapshot.previous_identity,
                 version=version,
                 run_id=self.run_id,
-            )
+            ),
+            began=began,
         )
         self.plugins.notify(
             SnapshotInspected(

@@ -9,8 +9,7 @@ from typing import Literal, overload
 
 import attrs
 
-from cwtrain.errors import CWTrainError
-from cwtrain.events import SyncCompleted, SyncFailed
+from cwtrain.errors import HotLoadError
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._in_bucket import named, previous_as_written, previous_in_bucket, require_objects
 from cwtrain.hotload._loader_core import LoaderCore, never_completed
@@ -136,6 +135,8 @@ class HotLoader(LoaderCore):
                 self.refresh_deployment()
             listed = self._clock()
             hot_loads = self.hot_loads()
+            if not dry_run:
+                self.syncs.listed(hot_loads)
             work = Work.of(snapshot, identity, policy)
             plan = plan_publish(
                 snapshot,
@@ -156,8 +157,8 @@ class HotLoader(LoaderCore):
                 _log.info("%s is served already by hot-load %s: nothing to do", identity, done.id)
                 return done
             self.plugins.before_publish(plan)
-            self._tell_started(snapshot, identity, version)
             try:
+                self._tell_started(snapshot, identity, version, began=started)
                 report = self._upload(
                     snapshot,
                     identity,
@@ -172,8 +173,8 @@ class HotLoader(LoaderCore):
                 # As old as what any wait goes by, at the most; what the service has begun since, it says itself.
                 known = hot_loads if self._clock() - listed < self.poll_interval else None
                 hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress, known=known)
-            except CWTrainError as error:
-                self.plugins.notify(SyncFailed(error=error, identity=identity, version=version, run_id=self.run_id))
+            except BaseException as error:
+                self.syncs.failed(error, identity=identity, version=version)
                 raise
         timings = {
             **hot_load.timings,
@@ -184,15 +185,7 @@ class HotLoader(LoaderCore):
             "tensor_bytes": float(snapshot.tensor_bytes),
         }
         if hot_load.state is HotLoadState.COMPLETED:
-            self.plugins.notify(
-                SyncCompleted(
-                    identity=identity,
-                    hot_load_id=hot_load.id,
-                    seconds=self._clock() - started,
-                    version=version,
-                    run_id=self.run_id,
-                )
-            )
+            self.syncs.completed(hot_load, version=version)
         return attrs.evolve(hot_load, timings=timings)
 
     def plan(
@@ -298,4 +291,13 @@ class HotLoader(LoaderCore):
         conditions and each replica's reason, HotLoadCanceledError, HotLoadTimeoutError, DeploymentFailedError.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
-        return self.operations.follow(hot_load_id, deadline=Deadline(limit, self._clock), on_progress=on_progress)
+        try:
+            hot_load = self.operations.follow(
+                hot_load_id, deadline=Deadline(limit, self._clock), on_progress=on_progress
+            )
+        except HotLoadError as error:
+            if isinstance(error.hot_load, HotLoad):
+                self.syncs.seen(error.hot_load, error=error)
+            raise
+        self.syncs.seen(hot_load)
+        return hot_load

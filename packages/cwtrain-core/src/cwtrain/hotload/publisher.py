@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cwtrain._process import OneProcess
 from cwtrain.config import HotLoadConfig
-from cwtrain.errors import CWTrainError, HotLoadError
-from cwtrain.events import SyncFailed, WeightsWritten, WriteMode
+from cwtrain.errors import HotLoadError
+from cwtrain.events import WeightsWritten, WriteMode
 from cwtrain.hotload._plugin import with_defaults
 from cwtrain.hotload._publish.arguments import base_place, baseline_wait, named_tensors, version_of
 from cwtrain.hotload._publish.baseline import Baseline, check_base
@@ -63,7 +63,7 @@ from cwtrain.hotload._publish.send import Budget, Sender
 from cwtrain.hotload._publish.state import State, WriteKind
 from cwtrain.hotload._publish.tensors import TensorFeed
 from cwtrain.hotload.loader import HotLoader
-from cwtrain.hotload.progress import OnProgress
+from cwtrain.hotload.progress import OnProgress, failure
 from cwtrain.models.sync import SnapshotChoice
 
 if TYPE_CHECKING:
@@ -352,6 +352,8 @@ class Publisher(OneProcess):
         """One call at a time, none after ``close`` (another process may work with STATE_DIR then). ``tell`` plugins."""
         self._check_process()
         with self._mutex:
+            syncs = self.loader.syncs
+            before = syncs.count
             try:
                 if self._closed:
                     raise HotLoadError(
@@ -361,9 +363,11 @@ class Publisher(OneProcess):
                     )
                 with naming_the_setting(self._journal.root):
                     yield
-            except CWTrainError as error:
-                if tell and self._defaults.last_failure is not error:
-                    self._plugins.notify(SyncFailed(error=error, version=number, run_id=self.run_id))
+            except BaseException as error:
+                failed = self._defaults.last_failure
+                told = failed is not None and error in (failed, failed.__cause__)
+                if tell and not told and syncs.count == before:
+                    self._plugins.notify(failure(error, version=number, run_id=self.run_id))
                 raise
 
     def _visible(self, look: Callable[[], T], place: str | os.PathLike[str], most: float) -> T:

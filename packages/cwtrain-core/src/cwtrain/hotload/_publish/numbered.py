@@ -11,7 +11,7 @@ import attrs
 
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError, HotLoadError, SnapshotConflictError
-from cwtrain.events import SyncCompleted, SyncSkipped, WeightsWritten
+from cwtrain.events import SyncSkipped, WeightsWritten
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._publish.decide import Decision, Place, Rules, decide, fall_back, place
 from cwtrain.hotload._publish.follow import Followed, Follower
@@ -113,6 +113,7 @@ class Numbered:
                 raise
             _log.warning("%s was not acknowledged: %s", pending.identity, error)
             self.journal.save(self.journal.state.failed())
+            self.sender.loader.syncs.failed(error, identity=pending.identity, version=pending.number)
             return
         self.acknowledge(found, told=False)
 
@@ -324,15 +325,7 @@ class Numbered:
         state = self.journal.save(state.completed())
         loader = self.sender.loader
         if not told:
-            loader.plugins.notify(
-                SyncCompleted(
-                    identity=hot_load.identity,
-                    hot_load_id=hot_load.id,
-                    seconds=_seconds_of(hot_load),
-                    version=number,
-                    run_id=loader.run_id,
-                )
-            )
+            loader.syncs.completed(hot_load, version=number)
         if self.settings.cleanup and (found := removable(state)):
             gone = remove_directories(found, self.disk_dir)
             self.journal.save(self.journal.state.without(gone))
@@ -382,8 +375,3 @@ class Numbered:
         return PublishOutcome(
             identity=identity, kind=choice, number=number, epoch=now.epoch, state=state, metrics=metrics(measures)
         )
-
-
-def _seconds_of(hot_load: HotLoad) -> float:
-    began, ended = hot_load.status.created_at, hot_load.status.finished_at
-    return max(0.0, (ended - began).total_seconds()) if began and ended else 0.0

@@ -6,8 +6,10 @@ plan that all ranks write by, ``finish`` takes what rank 0 finalised.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 import attrs
 
@@ -46,6 +48,8 @@ class TensorFeed:
     _base: MemoryBase | MirrorBase | None = None
     _mirror: WeightMirror | None = None
     _checked: bool = False
+    _begun: TensorPlan | None = None
+    """What was begun, until it is finished or ends with an error."""
 
     # -- by several ranks ------------------------------------------------------------------------------------------
 
@@ -58,6 +62,8 @@ class TensorFeed:
         """
         numbered = self.numbered
         loader, journal = numbered.sender.loader, numbered.journal
+        self._give_up(f"version {number} was begun in its place")
+        began = loader.syncs.clock()
         named = loader.plugins.name_snapshot(event)
         acknowledged = journal.state.acknowledged
         hot_loads = numbered.sender.hot_loads_to(acknowledged.identity if acknowledged else None, budget)
@@ -103,14 +109,16 @@ class TensorFeed:
             previous_identity=plan.previous_identity,
         )
         journal.save(journal.state.began(pending))
-        loader.plugins.notify(
+        self._begun = plan
+        loader.syncs.started(
             SyncStarted(
                 identity=plan.identity,
                 choice=decision.choice,
                 version=number,
                 previous_identity=plan.previous_identity,
                 run_id=loader.run_id,
-            )
+            ),
+            began=began,
         )
         return plan
 
@@ -119,6 +127,11 @@ class TensorFeed:
 
         Raises HotLoadFailedError where the engine did not take it; a second ``begin`` then publishes in full.
         """
+        self._begun = None
+        with self._ending(plan):
+            return self._finish(plan, written, budget)
+
+    def _finish(self, plan: TensorPlan, written: WrittenSnapshot, budget: Budget) -> PublishOutcome:
         numbered = self.numbered
         loader, journal = numbered.sender.loader, numbered.journal
         if written.identity != plan.identity:
@@ -127,7 +140,7 @@ class TensorFeed:
         if written.empty:
             journal.save(attrs.evolve(journal.state.same_bytes(plan.number), pending=None))
             reason = f"nothing changed since {plan.previous_identity}"
-            loader.plugins.notify(SyncSkipped(reason=reason, version=plan.number, run_id=loader.run_id))
+            loader.syncs.skipped(reason, identity=plan.identity, version=plan.number)
             return numbered.outcome(SnapshotChoice.SKIP, plan.number, PublishState.SKIPPED, measures, budget)
         loader.plugins.notify(
             SnapshotUploaded(
@@ -180,7 +193,8 @@ class TensorFeed:
         return self.finish(*done, budget)
 
     def close(self) -> None:
-        """Give the base up."""
+        """Give the base up, and what was begun and not finished."""
+        self._give_up("the publisher was closed")
         self._base = None
         if self._mirror is not None:
             self._mirror.close()
@@ -220,13 +234,33 @@ class TensorFeed:
             if isinstance(plan, PublishOutcome):
                 return plan
             workers = self.numbered.settings.upload_workers
-            with plan.writer(loader.store, loader.location, base=base, upload_workers=workers) as writer:
+            with (
+                self._ending(plan),
+                plan.writer(loader.store, loader.location, base=base, upload_workers=workers) as writer,
+            ):
                 for name, tensor, dtype in tensors:
                     budget.check(f"still writing {plan.identity}")
                     writer.add(name, tensor, dtype=dtype)
                 return plan, writer.finalise([writer.close()])
 
         return sender.through_outages(attempt, budget, f"writing version {number}")
+
+    @contextlib.contextmanager
+    def _ending(self, plan: TensorPlan) -> Iterator[None]:
+        """Tell the end of what ``plan`` started where anything is raised."""
+        try:
+            yield
+        except BaseException as error:
+            self._begun = None
+            self.numbered.sender.loader.syncs.failed(error, identity=plan.identity, version=plan.number)
+            raise
+
+    def _give_up(self, why: str) -> None:
+        """Tell the end of a publish by several ranks that was begun and never finished."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            error = SnapshotError(f"{begun.identity} was not finished: {why}", hint="finish_tensors ends what is begun")
+            self.numbered.sender.loader.syncs.failed(error, identity=begun.identity, version=begun.number)
 
     def _open_base(self) -> MemoryBase | MirrorBase | None:
         """Return where the next delta's base lies; what it holds is its ``identity``, None for nothing."""
