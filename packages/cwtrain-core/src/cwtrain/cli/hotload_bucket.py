@@ -122,8 +122,7 @@ def chain(ctx: Context, deployment_id: str) -> None:
     "deployment_id",
     type=TEXT,
     metavar="ID",
-    envvar="CWTRAIN_HOTLOAD_DEPLOYMENT_ID",
-    show_envvar=True,
+    # Not from the environment: what the trainer there publishes to says nothing about where this run did.
     help="Id of the deployment; without it all deployments are looked at.",
 )
 @pass_context
