@@ -72,7 +72,7 @@ TABLE = {
     "snapshot verify": {"--base": None},
     "snapshot show": {"--workers": None},
     "plugins list": {},
-    "doctor": {},
+    "doctor": {"--strict": False},
     "completion": {},
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import click
@@ -42,34 +42,38 @@ _SKEW_SECONDS = 60.0
 
 
 @click.command(cls=Command, example="cwtrain doctor")
+@click.option("--strict", is_flag=True, help="Exit with code 1 where there is a problem.")
 @pass_context
-def doctor(ctx: Context) -> None:
+def doctor(ctx: Context, strict: bool) -> None:
     """Report what is installed, set and reachable.
 
     That is versions, plugins, every setting of core and of plugins with its source (secrets masked), the API's endpoint
     and clock, the object store, the bucket when CWTRAIN_HOTLOAD_DEPLOYMENT_ID names a deployment, and what deltas are
-    made with ("encoder": the extra [fast] brings the fastest libraries). What is wrong
-    stands in "problems" and on standard error, variables that look like settings and are none among it; the exit code
-    says only that the report was made.
+    made with ("encoder": the extra [fast] brings the fastest libraries). What is missing or wrong
+    stands in "problems" and on standard error, variables that look like settings and are none among it; without
+    --strict the exit code says only that the report was made.
     """
     ctx.out.refuse_ids()
     settings = list(_settings(ctx))
     endpoint, clock = _endpoint(ctx)
+    storage, missing = _storage()
     report: dict[str, Any] = {
         "versions": _versions(),
         "plugins": _plugins(),
         "settings": settings,
         "endpoint": endpoint,
         "clock": clock,
-        "storage": _storage(),
+        "storage": storage,
         "bucket": _bucket(ctx),
         "encoder": _encoder(),
     }
-    report["problems"] = _once(_problems(report))
+    report["problems"] = _once([*_problems(report), *missing, *_unreadable(settings)])
     for problem in report["problems"]:
         ctx.out.say(f"problem: {problem}")
     told = [{**one, "value": "(not set)" if one["value"] is None else one["value"]} for one in settings]
     ctx.out.data(report, columns=_COLUMNS, table={**report, "settings": told})
+    if strict and report["problems"]:
+        click.get_current_context().exit(1)
 
 
 def _versions() -> dict[str, Any]:
@@ -172,16 +176,30 @@ def _endpoint(ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
     return endpoint, {"skew_seconds": None if skew is None else round(skew, 1), "ok": ok}
 
 
-def _storage() -> dict[str, Any]:
-    """Return which object store would be used, and who says so."""
+def _storage() -> tuple[dict[str, Any], list[str]]:
+    """Return which object store would be used, and who says so; and everything that is missing for it."""
     from cwtrain.errors import CWTrainError
     from cwtrain.storage import s3_client, s3_settings
+    from cwtrain.storage._signing import credentials_of
+    from cwtrain.storage.s3 import DEFAULT_ENDPOINT
 
-    try:
-        settings = s3_settings(s3_client())
-    except CWTrainError as exc:
-        return {"error": _words(exc)}
-    return {
+    problems: list[str] = []
+    client: Any = None
+    # What is wrong hides what else is: so it is left out, one after the other.
+    for endpoint, region in ((None, None), (DEFAULT_ENDPOINT, None), (None, "any"), (DEFAULT_ENDPOINT, "any")):
+        try:
+            client = s3_client(endpoint, region_name=region)
+            break
+        except CWTrainError as exc:
+            problems.append(_words(exc))
+    credentials = credentials_of(client) if client is not None else None
+    if credentials is not None and credentials.source is None:
+        problems.append(_no_keys(os.environ))
+    report: dict[str, Any] = {"credentials": credentials.source if credentials is not None else None}
+    if client is None or endpoint or region:
+        return {**report, "error": problems[0]}, problems
+    settings = s3_settings(client)
+    report |= {
         "endpoint": settings.endpoint_url,
         "endpoint_source": settings.endpoint_source,
         "region": settings.region,
@@ -189,6 +207,38 @@ def _storage() -> dict[str, Any]:
         "addressing": settings.addressing,
         "addressing_source": settings.addressing_source,
     }
+    return report, problems
+
+
+def _no_keys(environ: Mapping[str, str]) -> str:
+    """Return what to say where boto3 finds no S3 credentials: half of them may be there."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    half = [name for name in names if environ.get(name, "").strip()]
+    absent = " and ".join(name for name in names[:2] if name not in half)
+    text = f"no S3 credentials: {', '.join(half)} alone is not enough" if half else "no S3 credentials were found"
+    lost = [
+        f"{name}={path!r} is not there"
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
+        if (path := environ.get(name, "").strip()) and not os.path.exists(os.path.expanduser(path))
+    ]
+    places = f" ({', '.join(lost)})" if lost else ""
+    return f"{text}{places}; set {absent}, or AWS_PROFILE"
+
+
+def _unreadable(settings: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield what to say of files that a variable names and that cannot be read."""
+    named = {
+        row["source"]: row["value"] for row in settings if row["source"].endswith("_FILE") and "problem" not in row
+    }
+    named["AWS_WEB_IDENTITY_TOKEN_FILE"] = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE", "").strip()
+    for name, path in named.items():
+        if not path:
+            continue
+        try:
+            with open(path, "rb") as file:
+                file.read(1)
+        except OSError as exc:
+            yield f"{name}={path!r} cannot be read: {exc.strerror or exc}; correct the path or its mode, or unset it"
 
 
 def _encoder() -> dict[str, str]:
@@ -224,6 +274,8 @@ def _once(problems: Iterable[str]) -> list[str]:
 
 
 def _problems(report: dict[str, Any]) -> Iterator[str]:
+    from cwtrain.config.api import TOKEN_VARIABLES, missing_token
+
     if foreign := _foreign():
         yield foreign
     plugins = report["plugins"]
@@ -236,12 +288,12 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
     yield from (setting["problem"] for setting in report["settings"] if "problem" in setting)
     yield from _unknown(report["settings"], os.environ)
     endpoint = report["endpoint"]
-    if endpoint["reachable"] is False:
+    if not any(row["variables"][0] == TOKEN_VARIABLES[0] and row["source"] != "unset" for row in report["settings"]):
+        yield _words(missing_token())
+    if "error" in endpoint:
         yield endpoint["error"]
-    elif endpoint["reachable"]:
-        if endpoint["token"] is None:
-            yield "no API token: set COREWEAVE_API_TOKEN"
-        elif endpoint["status"] == 401:
+    elif endpoint["token"] is not None:
+        if endpoint["status"] == 401:
             yield f"{endpoint['url']} does not accept the token of {endpoint['token']}"
         elif endpoint["status"] >= 400:
             yield f"{endpoint['url']} answers with HTTP {endpoint['status']}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -91,7 +91,23 @@ def located(
             text = masked(text)
         problem = _problem(cls, setting, environ, overrides)
         values.append(SettingValue(setting=setting, value=text, source=source, problem=problem))
-    return tuple(values)
+    return tuple(_with_conflicts(cls, values, environ, overrides))
+
+
+def _with_conflicts(
+    cls: type[Any], values: list[SettingValue], environ: Mapping[str, str], overrides: Mapping[str, object]
+) -> Iterator[SettingValue]:
+    """Yield the values, with what is wrong between two settings at the first one that is named."""
+    conflicts: list[str] = []
+    if not any(value.problem for value in values):
+        try:
+            load(cls, environ, overrides)
+        except ConfigError as exc:
+            conflicts = [text for text in exc.problems if not text.split(" (")[0].endswith("is not set")]
+    for value in values:
+        told = [text for text in conflicts if any(name in text for name in value.setting.variables)]
+        conflicts = [text for text in conflicts if text not in told]
+        yield attrs.evolve(value, problem="; ".join(told)) if told else value
 
 
 def masked(text: str) -> str:
