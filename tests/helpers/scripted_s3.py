@@ -211,7 +211,8 @@ def _operation(method: str, key: str, query: Mapping[str, str]) -> str:
 
 
 def _xml(status: int, code: str, extra: str = "") -> tuple[int, dict[str, str], bytes]:
-    return status, {}, f"<Error><Code>{code}</Code><Message>scripted</Message>{extra}</Error>".encode()
+    message = "" if "<Message>" in extra else "<Message>scripted</Message>"
+    return status, {}, f"<Error><Code>{code}</Code>{message}{extra}</Error>".encode()
 
 
 def _unframed(data: bytes) -> bytes:

@@ -40,6 +40,7 @@ def test_everything_allowed_and_nothing_left() -> None:
     assert tuple(call for call, key in store.calls if key.startswith("rl/_preflight/")) == (
         "head",
         "create_upload",
+        "upload_part",
         "abort_upload",
         "list_uploads",
     )

@@ -26,11 +26,13 @@ class HotLoadCheck:
     """Where the snapshots go; an identity and a slash follow."""
     result: str = "ok"
     warnings: tuple[str, ...] = ()
+    not_tried: tuple[str, ...] = ()
+    """What was not tried, since it would leave something behind, or cannot be tried from here."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the check as plain JSON data."""
         data = attrs.asdict(self)
-        data["warnings"] = list(self.warnings)
+        data["warnings"], data["not_tried"] = list(self.warnings), list(self.not_tried)
         return data
 
 
@@ -51,6 +53,7 @@ def check_hot_load(client: InferenceClient, deployment_id: str, *, s3: Any = Non
             hint="hotLoad can be set at creation only: create a deployment with hotLoad {bucket, pathPrefix}",
         )
     from cwtrain.storage import Location, check_access, s3_client
+    from cwtrain.storage.check import NOT_TRIED
 
     location = Location(target.bucket, target.path_prefix)
     access = check_access(s3 if s3 is not None else s3_client(), location)
@@ -67,6 +70,7 @@ def check_hot_load(client: InferenceClient, deployment_id: str, *, s3: Any = Non
         path_prefix=target.path_prefix,
         uri=f"s3://{location.bucket}/{location.root}",
         warnings=tuple(warnings),
+        not_tried=NOT_TRIED,
     )
 
 

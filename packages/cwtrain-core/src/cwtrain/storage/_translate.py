@@ -53,6 +53,7 @@ _REGION = {
     "301",
     "307",
 }
+_CHECKSUM_CODES = {"MissingContentMD5", "MissingContentMD5OrChecksum", "MissingDigest"}
 _ABSENT = {"NoSuchKey", "NoSuchUpload", "NotFound", "404"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 
@@ -183,8 +184,35 @@ def _refusal(
             hint="make the client with cwtrain.storage.s3_client(), which addresses buckets in the host name",
             **place,
         )
+    if status == 400 and (code in _CHECKSUM_CODES or _demands_checksum(message)):
+        return StorageError(
+            f"{what}: the bucket demands checksums, as one with object lock does ({said})",
+            hint=_checksum_hint(settings),
+            **place,
+        )
     hint = "the store is busy or failing: run it again, what is in the bucket is not sent again"
     return StorageError(f"{what} ({said})", hint=hint if status and status >= 500 and status != 501 else None, **place)
+
+
+def _demands_checksum(message: str) -> bool:
+    """Return whether a refusal is for want of a checksum, and not for one that does not fit."""
+    text = message.lower()
+    about = (
+        "content-md5" in text or "x-amz-checksum" in text or "x-amz-sdk-checksum" in text or "checksum header" in text
+    )
+    return about and any(word in text for word in ("required", "missing", "must", "need"))
+
+
+def _checksum_hint(settings: S3Settings | None) -> str:
+    if settings is not None and settings.checksums == "when_supported":
+        return (
+            "AWS_REQUEST_CHECKSUM_CALCULATION=when_supported is set already: the store wants another checksum than "
+            "boto3's; look at the bucket's settings"
+        )
+    return (
+        "set AWS_REQUEST_CHECKSUM_CALCULATION=when_supported (or request_checksum_calculation in the AWS profile), and "
+        "run it again"
+    )
 
 
 def _other_style(settings: S3Settings | None) -> str:

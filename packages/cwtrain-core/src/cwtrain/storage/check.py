@@ -18,9 +18,16 @@ from cwtrain.storage.store import ObjectStore, OpenUpload
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
 
-__all__ = ["AccessReport", "PermissionCheck", "check_access"]
+__all__ = ["NOT_TRIED", "AccessReport", "PermissionCheck", "check_access"]
 
 _log = logging.getLogger("cwtrain.storage")
+_PART = b"a part of an upload that is aborted\n"
+
+NOT_TRIED = (
+    "the PUT of an object in one request, as indexes are written: it would stay in the bucket (a part of an upload was "
+    "sent with the same headers)",
+)
+"""What ``check_access`` does not find out, in words for people."""
 
 
 @attrs.frozen(kw_only=True)
@@ -71,11 +78,12 @@ class AccessReport:
 def check_access(store: ObjectStore | S3Client, location: Location) -> AccessReport:
     """Return what the credentials behind ``store`` (an object store, or a boto3 client) may do under ``location``.
 
-    Lists the prefix, asks for a random key under ``_preflight/``, begins a multipart upload on it and aborts that:
-    nothing is left, where uploads may be listed also when an answer was lost on the way. What a killed check left open
-    is aborted by the next one on the same machine, and on any machine after a day. Refused permissions are in the
-    report. Raises StorageError or TransportError for what is no matter of permission: no such bucket, a wrong region,
-    no credentials, no answer.
+    Lists the prefix, asks for a random key under ``_preflight/``, begins a multipart upload on it, sends a part as a
+    publish does, and aborts that: nothing is left, where uploads may be listed also when an answer was lost on the way.
+    What a killed check left open is aborted by the next one on the same machine, and on any machine after a day.
+    Refused permissions are in the report. Raises StorageError or TransportError for what is no matter of permission: no
+    such bucket, a wrong region, no credentials, a demand that is not met (checksums), no answer. What it did not try is
+    in ``NOT_TRIED``.
     """
     target = _store(store, location.bucket)
     key = location.preflight_key(str(uuid.uuid4()))
@@ -118,6 +126,12 @@ def _try_an_upload(
 
     writing = _try("s3:PutObject", begin)
     if upload_id:
+        try:
+            # A store may let uploads begin and refuse their bytes: one that demands checksums does.
+            writing = _try("s3:PutObject", lambda: store.upload_part(key, upload_id, 1, _PART))
+        except BaseException:
+            abort_quietly(store, key, upload_id)
+            raise
         aborting = _try("s3:AbortMultipartUpload", abort)
         if aborting.allowed:
             record.closed(upload_id)

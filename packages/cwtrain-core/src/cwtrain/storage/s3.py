@@ -61,6 +61,8 @@ class S3Settings:
     """``virtual`` (the bucket is in the host name) or ``path``."""
     max_pool_connections: int
     addressing_source: str = "the default"
+    checksums: str = ""
+    """``when_supported`` or ``when_required``: whether every body goes with a checksum; empty where it is not known."""
 
     @property
     def real(self) -> bool:
@@ -147,6 +149,7 @@ def s3_client(
             region_source=region_source,
             addressing=style,
             addressing_source=style_source,
+            checksums=str(client.meta.config.request_checksum_calculation or ""),
             max_pool_connections=config.max_pool_connections,
         )
         _SETTINGS[client] = settings
@@ -178,6 +181,7 @@ def s3_settings(client: Any) -> S3Settings:
         region=client.meta.region_name or "",
         region_source="the client that was given",
         addressing=style,
+        checksums=str(getattr(config, "request_checksum_calculation", None) or ""),
         max_pool_connections=config.max_pool_connections,
     )
 
