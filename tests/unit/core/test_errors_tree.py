@@ -65,7 +65,7 @@ def test_pickle_keeps_message_hint_attributes_and_notes(cls, protocol):
     assert str(again) == str(error) == "what happened, and where"
     assert again.hint == "do this next"
     assert vars(again) == vars(error)
-    assert again.__notes__ == ["a note"]
+    assert again.__notes__ == ["a note", "next: do this next"]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -32,7 +32,7 @@
         └── UnsupportedFrameworkError(found, supported)
 
 The message says what happened and where; ``hint`` says what to do next, with the command where there is one. ``str()``
-gives the message alone; the CLI prints both.
+gives the message alone; the CLI prints both, and Python's traceback shows the hint as a note.
 
 To add an error: 1. a class here with one sentence, keyword-only extras with defaults (so that it pickles by itself);
 2. its line in the tree above; 3. its row in ``docs/reference/errors.md``; 4. raise it with a hint. Tests check 2 and 3,
@@ -99,17 +99,34 @@ __all__ = [
     "WaitTimeoutError",
 ]
 
+_NEXT = "next: "
+
 
 class CWTrainError(Exception):
     """Anything that cwtrain raises on purpose.
 
-    ``hint`` is the next step in one sentence, or None.
+    ``hint`` is the next step in one sentence, or None. It is the last of the exception's notes, too, so that a Python
+    traceback shows it.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            super().add_note(f"{_NEXT}{hint}")
+
+    def add_note(self, note: str) -> None:
+        """Add a note; the hint stays the last one."""
+        self.__notes__ = list(self.notes)  # a new list: a copy of the error shares the one that was there
+        super().add_note(note)
+        if self.hint:
+            super().add_note(f"{_NEXT}{self.hint}")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes that were added, without the hint."""
+        return tuple(one for one in getattr(self, "__notes__", ()) if one != f"{_NEXT}{self.hint}")
 
 
 class ConfigError(CWTrainError, ValueError):

@@ -81,9 +81,9 @@ class Report:
 
 def report(exc: BaseException, *, verbose: bool = False) -> Report:
     """Return what to say about ``exc``; ``verbose`` adds the traceback."""
-    trace = "".join(traceback.format_exception(exc)) if verbose else None
+    trace = _trace(exc) if verbose else None
     kind = type(exc).__name__
-    notes = tuple(getattr(exc, "__notes__", ()))
+    notes = exc.notes if isinstance(exc, CWTrainError) else tuple(getattr(exc, "__notes__", ()))
     match exc:
         case ConfigError() | StorageRegionError(status=None):  # a region that is not set is a setting, too
             return Report(
@@ -120,6 +120,13 @@ def report(exc: BaseException, *, verbose: bool = False) -> Report:
                 notes=notes,
                 traceback=trace,
             )
+
+
+def _trace(exc: BaseException) -> str:
+    """Return the traceback; the last error's notes are left out of it, as they are told with its message."""
+    shown = traceback.TracebackException.from_exception(exc)
+    shown.__notes__ = None
+    return "".join(shown.format())
 
 
 def _usage_hint(exc: click.ClickException) -> str | None:
