@@ -18,7 +18,6 @@ from cwtrain.events import RolloutRetried, RolloutUnavailable, WeightVersionSeen
 from cwtrain_rollout.admission import Admission
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.errors import RolloutRequestError
-from cwtrain_rollout.parsing import excerpt
 from cwtrain_rollout.protocol import SEEDS, SamplerTotals
 from cwtrain_rollout.served import ServedWeights
 from cwtrain_rollout.spans import History, Load
@@ -128,9 +127,10 @@ class Engine:
             return None
         return history.served.id if history.served else f"base-{self.config.deployment_id or 'weights'}"
 
-    def quoted(self, body: bytes) -> str:
-        """Return the start of an answer for a message, without the key."""
-        return self.config.without_key(excerpt(body)) or "(an empty answer)"
+    def quoted(self, body: bytes, content_type: str = "") -> str:
+        """Return the start of an answer for a message, without the key, and what it calls itself."""
+        text = self.config.quoted(body) or "(an empty answer)"
+        return f"{text} ({self.config.quoted(content_type, 80)})" if content_type else text
 
     def refusal(self, reply: Reply) -> Refusal | None:
         """Return an answer as a refusal that costs time only; None where it is none."""
@@ -138,7 +138,7 @@ class Engine:
         if reply.status not in _REFUSALS and not lately:
             return None
         return Refusal(
-            reason=f"HTTP {reply.status}: {self.quoted(reply.body)}",
+            reason=f"HTTP {reply.status}: {self.quoted(reply.body, reply.content_type)}",
             floor=reply.retry_after or 0.0,
             overload=reply.status in _OVERLOAD,
         )
@@ -220,7 +220,7 @@ class Engine:
         answer = self.quoted(reply.body)
         return RolloutRequestError(
             f"{self.config.base_url}/completions refused a request for {self.config.model!r}: "
-            f"HTTP {reply.status}: {answer}",
+            f"HTTP {reply.status}: {self.quoted(reply.body, reply.content_type)}",
             status=reply.status,
             answer=answer,
             request_id=request_id,

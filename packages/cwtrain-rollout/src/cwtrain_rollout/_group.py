@@ -215,6 +215,8 @@ class GroupRun:
             else:
                 reply, read = await engine.transport.post(payload, headers), None
             if read is None:
+                content_type = reply.content_type
+                wanted.quote = lambda body: engine.quoted(body, content_type)
                 if not reply.good:
                     return await self._not_good(reply, request_id, ask, asked)
                 read = read_answer(reply.body, wanted)
@@ -230,12 +232,12 @@ class GroupRun:
                     words, ask, asked, request_id, only_length=True
                 ):
                     return None
-            return str(exc)
+            return config.quoted(str(exc), 1000)
         except UnfitAnswer as exc:
             if exc.without_ids and not completion_ids:
                 engine.ask_for_completion_ids()
                 return None
-            message = f"{config.base_url}/completions: {exc}"
+            message = f"{config.base_url}/completions: {config.quoted(str(exc), 1000)}"
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
         if self.text:
             engine.text = True
@@ -254,7 +256,7 @@ class GroupRun:
         ):
             return None
         if broken:
-            return _Broken(f"HTTP {reply.status}: {engine.quoted(reply.body)}")
+            return _Broken(f"HTTP {reply.status}: {engine.quoted(reply.body, reply.content_type)}")
         raise engine.refused(reply, request_id)
 
     async def _learned(self, words: str, ask: Ask, asked: Asked, request_id: str, *, only_length: bool) -> bool:
@@ -308,14 +310,16 @@ class GroupRun:
             self._count(choice)
         if read.given_up:
             totals.failed_samples += len(read.given_up)
-            engine.warn_once("The endpoint ended a sample with finish_reason %r: it is asked again", read.given_up[0])
+            reason = engine.config.quoted(read.given_up[0], 100)
+            engine.warn_once("The endpoint ended a sample with finish_reason %r: it is asked again", reason)
         if read.extra:
             engine.warn_once(
                 "The endpoint gave %d choices more than the %d asked for: dropped", read.extra, len(ask.indices)
             )
         if read.given == 1 and len(ask.indices) > 1:
             engine.one_choice_instead_of_many()
-        return "; ".join(read.problems[:5]) or None
+        # What a server says in place of a number or a reason may be anything.
+        return engine.config.quoted("; ".join(read.problems[:5]), 500) if read.problems else None
 
     def _count(self, choice: GoodChoice) -> None:
         totals = self.engine.totals

@@ -178,8 +178,8 @@ class HttpTransport:
         except TimeoutError as exc:
             raise NoAnswer(f"no answer within {config.timeout:g} s", cut=True) from exc
         except (aiohttp.ClientError, ssl.SSLError) as exc:
-            words = config.without_key(f"{type(exc).__name__}: {str(exc) or 'no more is known'}")
-            words = words if self._proxy is None else self._proxy.hide(words)
+            words = f"{type(exc).__name__}: {str(exc) or 'no more is known'}"
+            words = config.quoted(words if self._proxy is None else self._proxy.hide(words), 500)
             if progress.answered:
                 raise NoAnswer(f"the answer was cut short ({words})", cut=True) from exc
             failed = f"the connection failed ({words}){self._proxied}"
@@ -275,6 +275,7 @@ def _reply(response: aiohttp.ClientResponse, body: bytes) -> Reply:
         body=body,
         retry_after=retry_after(response.headers.get("Retry-After")) if response.status >= 400 else None,
         queue_seconds=_queued(response),
+        content_type=response.headers.get("Content-Type", ""),
     )
 
 

@@ -67,9 +67,10 @@ async def read_stream(
             return streamed.reply
         assert streamed.events is not None
         end: str | None = None
-        last = Answer()
+        last, said = Answer(), b""
         async for data in streamed.events:
             event, faults = decode(data, wanted.quote)
+            said = said or (b"" if event.choices else data)
             if faults and wanted.logprobs:
                 raise BadAnswer(f"an event of the stream: {next(iter(faults.values())).reason}")
             for choice in event.choices or ():
@@ -86,7 +87,8 @@ async def read_stream(
             last.identity = _later(event.identity, last.identity)
             last.identities = _later(event.identities, last.identities)
         if end is None:
-            raise BadAnswer("the stream ended without a finish_reason")
+            also = f"; an event without choices: {wanted.quote(said)}" if said else ""
+            raise BadAnswer(f"the stream ended without a finish_reason{also}")
         values = tuple(partial.logprobs)
         last.choices = [
             Choice(

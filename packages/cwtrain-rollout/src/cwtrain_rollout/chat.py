@@ -20,7 +20,6 @@ from cwtrain_rollout._http import HttpTransport
 from cwtrain_rollout.admission import Admission
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.errors import RolloutError, RolloutExhaustedError, RolloutRequestError
-from cwtrain_rollout.parsing import excerpt
 from cwtrain_rollout.protocol import Group, SampledGroup, SamplingParams, as_sent, whole
 from cwtrain_rollout.requests import drawing
 from cwtrain_rollout.transport import NoAnswer, Reply, Transport
@@ -178,7 +177,7 @@ class ChatSampler:
                             admission.answered(epoch, 1, reply.queue_seconds)
                             return found
                         admission.disappointed()
-                        reason = f"{found} ({reason})" if found != reason else reason
+                        reason = f"{config.quoted(str(found), 300)} ({reason})" if found != reason else reason
                         bad, floor = bad + 1, 0.0
                 finally:
                     if not told:
@@ -210,14 +209,15 @@ class ChatSampler:
             reply = await self._transport.post(body, headers)
         except NoAnswer as exc:
             return None, str(exc), not exc.cut
-        words = f"HTTP {reply.status}: {config.without_key(excerpt(reply.body)) or '(an empty answer)'}"
+        kind = f" ({config.quoted(reply.content_type, 80)})" if reply.content_type else ""
+        words = f"HTTP {reply.status}: {config.quoted(reply.body) or '(an empty answer)'}{kind}"
         if reply.status in _REFUSALS:
             return reply, words, True
         if not reply.good and (reply.status < 500 or reply.status == 501):
             raise RolloutRequestError(
                 f"{config.base_url}/chat/completions refused a request for {config.model!r}: {words}",
                 status=reply.status,
-                answer=config.without_key(excerpt(reply.body)),
+                answer=config.quoted(reply.body),
                 request_id=request_id,
                 hint="Check the key, the model's name and the base URL",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import attrs
 
 from cwtrain.config._env import boolean, env, env_vars, load, positive_seconds, whole_number
+from cwtrain.config._quotes import Scrubber, quote
 from cwtrain.config.api import TOKEN_VARIABLES, clean_token
 from cwtrain.errors import ConfigError
 
@@ -21,6 +23,8 @@ __all__ = ["RolloutConfig"]
 log = logging.getLogger("cwtrain.rollout")
 
 PREFIX = "CWTRAIN_ROLLOUT_"
+_QUOTED_BYTES = 1 << 16
+"""Bytes of an answer that are looked at for a quotation: many times what is shown."""
 _KEY_VARIABLES = (f"{PREFIX}API_KEY", *TOKEN_VARIABLES, "WANDB_API_KEY")
 """Where a key comes from: its own setting, or what a backend takes for it."""
 _KEYS: dict[str, tuple[tuple[int, int, int], str | None]] = {}
@@ -403,4 +407,15 @@ class RolloutConfig:
             key = self.current_api_key()
         except ConfigError:
             return "(not shown: the key to be hidden cannot be read)"
-        return text.replace(key, "***") if key else text
+        return _scrubber(key).text(text) if key else text
+
+    def quoted(self, said: str | bytes, limit: int = 200) -> str:
+        """Return the beginning of what a server said, for a message: without the key, then on one line, then cut."""
+        if isinstance(said, bytes):
+            said = said[:_QUOTED_BYTES].decode("utf-8", "replace")
+        return quote(self.without_key(said), limit)
+
+
+@functools.lru_cache(maxsize=16)
+def _scrubber(key: str) -> Scrubber:
+    return Scrubber([key], shortest=1)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import attrs
 import msgspec
 
+from cwtrain.config._quotes import quote
 from cwtrain_rollout._answers import Answer, Choice, Fault, loosely
 from cwtrain_rollout.protocol import RoutedExperts, SampleStatus
 
@@ -118,8 +119,7 @@ class _Problem(str):
 
 def excerpt(body: bytes, limit: int = 200) -> str:
     """Return the start of ``body`` as one line of text, for a message."""
-    text = " ".join(body[: limit * 4].decode("utf-8", "replace").split())
-    return text[:limit] + ("..." if len(text) > limit else "")
+    return quote(body[: limit * 40].decode("utf-8", "replace"), limit)
 
 
 def read_answer(body: bytes, wanted: Wanted) -> ReadAnswer:
@@ -129,14 +129,14 @@ def read_answer(body: bytes, wanted: Wanted) -> ReadAnswer:
     twice), ``UnfitAnswer`` when asking again cannot help (no token ids at all, another prompt length).
     """
     answer, faults = decode(body, wanted.quote)
+    if not answer.choices:
+        raise BadAnswer(f"the answer has no choices: {wanted.quote(body)}")
     return judge(answer, wanted, faults)
 
 
 def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswer:
     """Return what is usable in an answer. ``faults`` says of choices, by their place, why they cannot be read."""
-    choices = answer.choices
-    if not choices:
-        raise BadAnswer("the answer has no choices")
+    choices = answer.choices or []
     _check_usage(answer, wanted.prompt_tokens)
     _check_indices(choices)
     single = wanted.n == 1 and len(choices) == 1
@@ -193,7 +193,7 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
     )
 
 
-def decode(body: bytes, quote: Callable[[bytes], str]) -> tuple[Answer, dict[int, Fault]]:
+def decode(body: bytes, quoted: Callable[[bytes], str]) -> tuple[Answer, dict[int, Fault]]:
     """Return a body as an answer, with the faults of its choices by place; raises ``BadAnswer``."""
     if not body.strip():
         raise BadAnswer("the answer is empty")
@@ -204,14 +204,14 @@ def decode(body: bytes, quote: Callable[[bytes], str]) -> tuple[Answer, dict[int
         found = loosely(body)
         if found is None:
             if body.lstrip()[:1] == b"<":
-                raise BadAnswer(f"the answer is an HTML page: {quote(body)}") from exc
+                raise BadAnswer(f"the answer is an HTML page: {quoted(body)}") from exc
             what = (
                 "has an unexpected shape" if isinstance(exc, msgspec.ValidationError) else "is not JSON, or cut short"
             )
-            raise BadAnswer(f"the answer {what}: {exc}: {quote(body)}") from exc
+            raise BadAnswer(f"the answer {what}: {exc}: {quoted(body)}") from exc
         answer, faults = found
     if bytes(answer.error) not in (b"", b"null") or answer.object == "error":
-        raise BadAnswer(f"the answer is an error in spite of its status 200: {quote(body)}", error=body)
+        raise BadAnswer(f"the answer is an error in spite of its status 200: {quoted(body)}", error=body)
     return answer, faults
 
 

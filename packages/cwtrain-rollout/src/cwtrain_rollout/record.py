@@ -36,6 +36,7 @@ class _Line(msgspec.Struct):
     status: int | None = None
     retry_after: float | None = None
     queue_seconds: float | None = None
+    content_type: str = ""
     answer: str | None = None
     events: list[str] | None = None
     no_answer: str | None = None
@@ -78,6 +79,7 @@ class Recorder:
             raise
         else:
             line.status, line.retry_after, line.queue_seconds = reply.status, reply.retry_after, reply.queue_seconds
+            line.content_type = self._hide(reply.content_type)
             line.answer = self._hide(reply.body.decode("utf-8", "replace"))
             return reply
         finally:
@@ -99,7 +101,7 @@ class Recorder:
                 line.status = 200 if streamed.reply is None else streamed.reply.status
                 if streamed.reply is not None:
                     line.answer = self._hide(streamed.reply.body.decode("utf-8", "replace"))
-                    line.retry_after = streamed.reply.retry_after
+                    line.retry_after, line.content_type = streamed.reply.retry_after, streamed.reply.content_type
                     yield streamed
                 else:
                     assert streamed.events is not None
@@ -192,6 +194,7 @@ class Replay:
             body=(line.answer or "").encode(),
             retry_after=line.retry_after,
             queue_seconds=line.queue_seconds,
+            content_type=line.content_type,
         )
 
 

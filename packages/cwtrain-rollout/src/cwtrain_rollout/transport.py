@@ -29,6 +29,8 @@ class Reply:
     """Seconds, where the server named them."""
     queue_seconds: float | None = None
     """How long the request queued at the server, where a header says so."""
+    content_type: str = ""
+    """What the answer calls itself; empty where it does not say."""
 
     @property
     def good(self) -> bool:

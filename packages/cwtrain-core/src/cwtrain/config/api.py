@@ -104,6 +104,11 @@ def _verify(value: bool | str) -> bool | str:
     return path
 
 
+def is_secret(name: str) -> bool:
+    """Return whether a header of this name holds a secret, as far as its name says."""
+    return _SECRET_NAME.search(name) is not None
+
+
 @attrs.frozen(kw_only=True, slots=False)
 class ApiConfig:
     """Where the API is and how to talk to it. ``repr`` shows neither the token nor header values.
@@ -171,7 +176,7 @@ class ApiConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but secrets, and which there are."""
-        kept = {name: text for name, text in self.headers.items() if not _SECRET_NAME.search(name)}
+        kept = {name: text for name, text in self.headers.items() if not is_secret(name)}
         absent = (*self._left_out, *(["token"] if self.token else []), *(self.headers.keys() - kept.keys()))
         return {"base_url": self.base_url, "headers": kept, "verify": self.verify, "_left_out": absent}
 

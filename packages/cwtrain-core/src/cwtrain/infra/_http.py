@@ -20,7 +20,7 @@ import attrs
 import httpx
 
 from cwtrain._process import renew_after_fork
-from cwtrain.config.api import ApiConfig, is_loopback
+from cwtrain.config.api import ApiConfig, is_loopback, is_secret
 from cwtrain.config.network import Proxy, ca_bundles, hide_user_info, proxy_for
 from cwtrain.errors import (
     ConfigError,
@@ -79,7 +79,10 @@ class Http:
         self._clock = clock
         self._token_source = config.token_source
         self._token_quoted = len(token) > 1 and token[0] == token[-1] and token[0] in "\"'"
-        self._scrub = Scrubber([token, *(value for value in config.headers.values() if len(value) >= 8)])
+        given = [(name, value) for name, value in config.headers.items() if len(value) >= 8]
+        self._scrub = Scrubber(
+            [token, *(value for name, value in given if is_secret(name))], whole=[value for _, value in given]
+        )
         loopback = is_loopback(config.base_url)
         self._closed = False
         self._missing = config.missing
@@ -239,20 +242,26 @@ class Http:
         """Say so when a proxy from the environment is in between; it is the first suspect."""
         return "" if self._proxy is None else f"; it went through the proxy {self._proxy.host} of {self._proxy.source}"
 
+    def _quoted(self, answer: bytes, headers: Mapping[str, str]) -> str:
+        """Return the beginning of an answer that cannot be used, and what it calls itself."""
+        kind = quote(self._scrub.text(headers.get("content-type", "")), 80)
+        text = quote(self._scrub.text(answer.decode("utf-8", "replace")), 200) or "it is empty"
+        return f"{text} ({kind})" if kind else text
+
     def _decoded(self, answer: bytes, status: int, headers: Mapping[str, str], where: str) -> dict[str, Any]:
         try:
             data = json.loads(answer.decode("utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as exc:
-            text = quote(self._scrub.text(answer[:4096].decode("utf-8", "replace")), 200)
+            text = self._quoted(answer, headers)
             raise UnexpectedAnswerError(
-                f"the answer is not JSON: {text or 'it is empty'} (HTTP {status}, {where})",
+                f"the answer is not JSON: {text} (HTTP {status}, {where})",
                 status=status,
                 request_id=request_id_of(headers, (), self._scrub),
                 hint="check that COREWEAVE_API_URL is the API and no other server answers in its place",
             ) from exc
         if not isinstance(data, dict):
             raise UnexpectedAnswerError(
-                f"the answer is no JSON object (HTTP {status}, {where})",
+                f"the answer is no JSON object: {self._quoted(answer, headers)} (HTTP {status}, {where})",
                 status=status,
                 request_id=request_id_of(headers, (), self._scrub),
                 hint="check that COREWEAVE_API_URL is the API and no other server answers in its place",

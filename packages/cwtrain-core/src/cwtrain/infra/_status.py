@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote as percent_encoded
 
 import attrs
 
 from cwtrain import errors
+from cwtrain.config._quotes import QUOTE_CHARS, Scrubber, quote
 
 __all__ = ["QUOTE_CHARS", "Scrubber", "error_from_answer", "quote", "request_id_of", "retry_floor"]
-
-QUOTE_CHARS = 500
-"""At most this much of an answer is quoted in an error."""
 
 _NUMBERED = (
     "ok",
@@ -87,31 +84,6 @@ _BY_STATUS = {
 _REQUEST_ID_HEADERS = ("x-request-id", "request-id", "x-correlation-id", "x-amzn-requestid", "cf-ray")
 _RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 _MOST_DETAILS = 32
-_SHORTEST_SECRET = 4  # a shorter one hides nothing, and taking it out would spoil every text
-
-
-class Scrubber:
-    """Takes secrets out of text that a server may have echoed."""
-
-    def __init__(self, secrets: Iterable[str]) -> None:
-        ways = (str, lambda text: json.dumps(text)[1:-1], html.escape, lambda text: percent_encoded(text, safe=""))
-        spellings = {way(secret) for secret in secrets if len(secret) >= _SHORTEST_SECRET for way in ways}
-        longest_first = sorted(spellings, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-    def text(self, text: str) -> str:
-        """Return ``text`` with every secret replaced."""
-        return self._pattern.sub("***", text) if self._pattern else text
-
-    def data(self, value: Any) -> Any:
-        """Return JSON data with every secret replaced."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, list):
-            return [self.data(item) for item in value]
-        if isinstance(value, dict):
-            return {self.text(str(key)): self.data(item) for key, item in value.items()}
-        return value
 
 
 @attrs.frozen(kw_only=True)
@@ -159,12 +131,6 @@ def error_from_answer(
 def retry_floor(error: errors.CWTrainError) -> float:
     """Return how many seconds the service asks to wait before the next try (Retry-After, RetryInfo); 0 without one."""
     return (_floor_of(error.details) or 0.0) if isinstance(error, errors.APIError) else 0.0
-
-
-def quote(text: str, limit: int = QUOTE_CHARS) -> str:
-    """Return ``text`` on one line, without control characters, and at most ``limit`` characters long."""
-    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 # The body ------------------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ A refusal names the permission, the bucket and the key; a signature problem name
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from botocore import exceptions as boto
 
+from cwtrain.config._quotes import Scrubber, quote
 from cwtrain.config.network import hide_user_info
 from cwtrain.errors import (
     ConfigError,
@@ -73,19 +75,21 @@ def translate(
     key: str | None = None,
     settings: S3Settings | None = None,
     credentials: str | None = None,
+    secrets: Iterable[str | None] = (),
 ) -> CWTrainError:
     """Return our error for botocore's ``error``.
 
     ``what`` says what was tried; without it, ``action`` (the S3 permission), ``bucket`` and ``key`` do. ``credentials``
-    is the name of the provider that they come from.
+    is the name of the provider that they come from; ``secrets`` are those of them that no message may hold.
     """
+    scrub = Scrubber(secret for secret in secrets if secret)
     where = f"s3://{bucket}/{key}" if key is not None else f"s3://{bucket}"
     what = what or f"{(action or 's3').removeprefix('s3:')} on {where} failed"
     place: dict[str, Any] = {"action": action, "bucket": bucket, "key": key}
     if isinstance(error, boto.ClientError):
-        return _refusal(error, what, place, settings, credentials)
+        return _refusal(error, what, place, settings, credentials, scrub)
     at = f" at {settings.endpoint_url}" if settings else ""
-    text = _short(error)
+    text = quote(scrub.text(hide_user_info(str(error))), _QUOTED)
     if isinstance(error, _NO_CREDENTIALS):
         return StorageAccessError(
             f"{what}: there are no usable S3 credentials ({text})",
@@ -120,11 +124,16 @@ def translate(
 
 
 def _refusal(
-    error: boto.ClientError, what: str, place: dict[str, Any], settings: S3Settings | None, credentials: str | None
+    error: boto.ClientError,
+    what: str,
+    place: dict[str, Any],
+    settings: S3Settings | None,
+    credentials: str | None,
+    scrub: Scrubber,
 ) -> StorageError:
-    answer: dict[str, Any] = dict(error.response)
+    answer: dict[str, Any] = scrub.data(dict(error.response))
     code = str(answer.get("Error", {}).get("Code") or "")
-    message = str(answer.get("Error", {}).get("Message") or "")[:_QUOTED]
+    message = quote(str(answer.get("Error", {}).get("Message") or ""), _QUOTED)
     meta = answer.get("ResponseMetadata", {})
     status = meta.get("HTTPStatusCode")
     place |= {"code": code or None, "status": status, "request_id": meta.get("RequestId") or None}
@@ -224,8 +233,3 @@ def _other_style(settings: S3Settings | None) -> str:
 
 def _at(settings: S3Settings | None) -> str:
     return f" at {settings.endpoint_url} in {settings.region!r}" if settings else ""
-
-
-def _short(error: Exception) -> str:
-    text = hide_user_info(" ".join(str(error).split()))
-    return text if len(text) <= _QUOTED else text[:_QUOTED] + "..."

@@ -96,6 +96,7 @@ class S3Store(NotPickled):
                 key=key,
                 settings=self.settings,
                 credentials=credentials.source if credentials is not None else None,
+                secrets=(used.secret_key, used.token) if used is not None else (),
             ) from error
 
     def head(self, key: str) -> ObjectInfo | None:
