@@ -99,6 +99,18 @@ KINDS: dict[str, FaultKind] = {
         {"bytes": Option(int, default=0, most=_COUNT, help="bytes that still go out; 0: not even the head")},
         ends=False,
     ),
+    "frames": FaultKind(
+        ("endpoint",),
+        "a streamed answer comes in other frames: long lines, other line ends, comments, events that have a name",
+        {
+            "bytes": Option(int, default=0, most=1 << 30, help="bytes by which the data of each event grows"),
+            "ends": Option(str, default="lf", choices=("lf", "crlf", "cr"), help="what ends a line"),
+            "event": Option(str, help="name of another event in front of each; none: there is none"),
+            "note": Option(str, default="{}", help="data of that event"),
+            "comment": Option(str, help="comment in front of each event, as to keep a connection alive"),
+        },
+        ends=False,
+    ),
     "html": FaultKind(
         _HTTP,
         "answers with an HTML page, as a proxy in between does",

@@ -17,6 +17,7 @@ from cwtrain_emulator.gateway.errors import GatewayError
 __all__ = ["Faulty", "HangUpProtocol"]
 
 _LINGER_SECONDS = 1.0
+_LINE_ENDS = {"lf": b"\n", "crlf": b"\r\n", "cr": b"\r"}
 _TRANSPORTS: MutableMapping[tuple[Any, Any], asyncio.Transport] = {}
 _CODES = {
     400: "INVALID_ARGUMENT",
@@ -92,6 +93,8 @@ class Faulty:
                 await asyncio.sleep(fault["seconds"])
             elif fault.kind == "hold":
                 answer = _Held(answer, receive, self._book, fault)
+            elif fault.kind == "frames":
+                answer = _Framed(answer, fault)
             elif fault.kind == "cut":
                 answer = cut = _Cut(answer, scope, fault["bytes"])
             elif fault.kind == "drop":
@@ -126,6 +129,34 @@ class _Held:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
         await self._send(message)
+
+
+class _Framed:
+    """Sends a streamed answer in other frames; any other answer as it is."""
+
+    def __init__(self, send: Send, fault: Fault) -> None:
+        self._send = send
+        self._streams = False
+        self._end = _LINE_ENDS[fault["ends"]]
+        self._padding = b'"padding":"' + b"." * fault["bytes"] + b'",' if fault["bytes"] else b""
+        before = [f": {fault['comment']}\n\n"] if fault["comment"] is not None else []
+        if fault["event"] is not None:
+            before.append(f"event: {fault['event']}\ndata: {fault['note']}\n\n")
+        self._before = "".join(before).encode()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._streams = any(
+                name.lower() == b"content-type" and b"event-stream" in value for name, value in message["headers"]
+            )
+        elif self._streams and message.get("body"):
+            events = message["body"].split(b"\n\n")[:-1]
+            body = b"".join(self._before + self._padded(event) + b"\n\n" for event in events)
+            message = {**message, "body": body.replace(b"\n", self._end)}
+        await self._send(message)
+
+    def _padded(self, event: bytes) -> bytes:
+        return event.replace(b"data: {", b"data: {" + self._padding, 1) if event.startswith(b"data: {") else event
 
 
 class _Cut:

@@ -1,4 +1,8 @@
-"""The one place that knows aiohttp: a session for each event loop, and what went wrong in our words."""
+"""The one place that knows aiohttp: a session for each event loop, and what went wrong in our words.
+
+What a server sends is bounded before memory is spent on it, and lines are split here: aiohttp's own limit is on a line,
+and one event of a stream may hold the routes of a long answer.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,13 @@ import logging
 import ssl
 import threading
 import weakref
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 
 import aiohttp
+import aiohttp.http_exceptions
 import attrs
+import msgspec
 
 from cwtrain._process import renew_after_fork
 from cwtrain.config.network import ca_bundles, proxy_for
@@ -29,8 +36,23 @@ _MODELS_TIMEOUT = 30.0
 _KEEP_ALIVE = 4.0
 """Idle connections end here first: uvicorn closes them after 5 seconds, just as they may be used again."""
 _READ_BUFFER = 1 << 20
+_MOST_BYTES = 512 << 20
+"""Bytes of an answer, or of one event of a streamed one."""
+_MOST_BYTES_OF_A_REFUSAL = 1 << 20
+_MOST_BYTES_OF_A_NOTE = 1 << 12
 _OTHER_FILES = 256
 """Files that a trainer's process has open besides."""
+_THEIRS = (
+    aiohttp.ClientError,
+    aiohttp.http_exceptions.HttpProcessingError,
+    ssl.SSLError,
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    zlib.error,
+)
+"""What aiohttp and what it stands on raise: a connection, a proxy, or an answer that is no HTTP."""
 _QUEUE_HEADERS = ("prefill-queue-duration", "fireworks-prefill-queue-duration")
 
 
@@ -46,11 +68,12 @@ class HttpTransport:
     """HTTP to one endpoint. May be used from several event loops and threads: each loop has a session of its own.
 
     The pool has no limit of its own: the sampler's window is the limit. So waiting for a slot never counts against the
-    time of an answer. A session lives until its loop is shut down (``asyncio.run`` does that) or ``aclose`` is called.
+    time of an answer. ``most_bytes`` bounds an answer, and each event of a streamed one. A session lives until its loop
+    is shut down (``asyncio.run`` does that) or ``aclose`` is called.
     """
 
-    def __init__(self, config: RolloutConfig, *, path: str = "completions") -> None:
-        self._config = config
+    def __init__(self, config: RolloutConfig, *, path: str = "completions", most_bytes: int = _MOST_BYTES) -> None:
+        self._config, self._most = config, most_bytes
         self._url = f"{config.base_url}/{path}"
         self._proxy = proxy_for(config.base_url) if config.trust_env else None
         if config.base_url.startswith("https:"):
@@ -77,7 +100,7 @@ class HttpTransport:
                         self._url, data=body, headers=headers, allow_redirects=False, timeout=self._timeout, proxy=proxy
                     ) as response:
                         progress.answered = True
-                        return _reply(response, await response.read())
+                        return _reply(response, await _body(response, self._most))
             except _Disconnected as exc:
                 # The server may have closed it as it became idle, and aiohttp repeats no POST by itself. Once: should
                 # the next one die as well, somebody is there who does not want this.
@@ -96,7 +119,7 @@ class HttpTransport:
                     f"{self._config.base_url}/models", headers=headers, allow_redirects=False, timeout=timeout
                 ) as response:
                     progress.answered = True
-                    return _reply(response, await response.read())
+                    return _reply(response, await _body(response, self._most))
         except _Disconnected as exc:
             raise NoAnswer(str(exc)) from exc
 
@@ -106,19 +129,26 @@ class HttpTransport:
         session, proxy = await self._session(), self._proxy_url
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT, sock_read=self._config.idle_timeout)
         progress = _Progress()
-        try:
-            with self._in_our_words(progress):
-                async with session.post(
-                    self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout, proxy=proxy
-                ) as response:
+        with contextlib.ExitStack() as opened:
+            try:
+                with self._in_our_words(progress):
+                    response = await session.post(
+                        self._url, data=body, headers=headers, allow_redirects=False, timeout=timeout, proxy=proxy
+                    )
+                    # One that was read to its end has given its connection back; any other one is ended by this.
+                    opened.callback(response.close)
+                    opened.enter_context(_ends_with_its_connection(response))
                     progress.answered = True
-                    if response.status != 200 or "event-stream" not in response.headers.get("Content-Type", ""):
-                        yield StreamedReply(reply=_reply(response, await response.read()), events=None)
-                        return
-                    events = self._events(response, progress)
-                    yield StreamedReply(reply=None, events=events, queue_seconds=_queued(response))
-        except _Disconnected as exc:
-            raise NoAnswer(str(exc)) from exc
+                    streams = response.status == 200 and "event-stream" in response.headers.get("Content-Type", "")
+                    whole = None if streams else _reply(response, await _body(response, self._most))
+            except _Disconnected as exc:
+                raise NoAnswer(str(exc)) from exc
+            # Outside: what the caller raises over the events is the caller's.
+            if whole is not None:
+                yield StreamedReply(reply=whole, events=None)
+            else:
+                events = self._events(response, progress)
+                yield StreamedReply(reply=None, events=events, queue_seconds=_queued(response))
 
     async def aclose(self) -> None:
         """Close the running event loop's session; a later request opens another one."""
@@ -128,14 +158,16 @@ class HttpTransport:
             await found.keeper.aclose()
 
     async def _events(self, response: aiohttp.ClientResponse, progress: _Progress) -> AsyncIterator[bytes]:
-        with self._in_our_words(progress):
-            async for line in response.content:
-                if line.startswith(b"data:"):
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield data
-        raise NoAnswer("the stream ended without its last event", cut=True)
+        split, pieces = _Events(self._most), response.content.iter_any()
+        while True:
+            with self._in_our_words(progress):
+                piece = await anext(pieces, None)
+            for data in split.finish() if piece is None else split.feed(piece):
+                yield data
+            if split.done:
+                return
+            if piece is None:
+                raise NoAnswer("the stream ended without its last event", cut=True)
 
     async def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -177,7 +209,7 @@ class HttpTransport:
             raise NoAnswer(f"no connection within {_CONNECT_TIMEOUT:g} s{self._proxied}") from exc
         except TimeoutError as exc:
             raise NoAnswer(f"no answer within {config.timeout:g} s", cut=True) from exc
-        except (aiohttp.ClientError, ssl.SSLError) as exc:
+        except _THEIRS as exc:
             words = f"{type(exc).__name__}: {str(exc) or 'no more is known'}"
             words = config.quoted(words if self._proxy is None else self._proxy.hide(words), 500)
             if progress.answered:
@@ -198,6 +230,145 @@ class HttpTransport:
         if self._proxy is None:
             return ""
         return f" (TRUST_ENV=1: it went through the proxy {self._proxy.host} of {self._proxy.source})"
+
+
+class _Events:
+    """The events of a stream (server-sent events): ``feed`` takes the network's pieces and gives what they complete.
+
+    Comments and the events of other names (Dynamo's annotations, pings) are left out, an event ``error`` becomes an
+    error's body. Raises ``NoAnswer`` for an event above ``most`` bytes. ``done`` after the last one, ``[DONE]``.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.done = False
+        self._most = most
+        self._begun = False
+        self._parts: list[bytes] = []
+        self._after_cr = False
+        self._name = b""
+        self._data: list[bytes] = []
+        self._notes = bytearray()
+        self._size = 0
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the data of the events that end in this piece."""
+        if not self._begun:
+            self._begun, piece = True, piece.removeprefix(b"\xef\xbb\xbf")
+        if self._after_cr:  # a CR LF that was cut apart is one end of a line
+            self._after_cr, piece = not piece, piece.removeprefix(b"\n")
+        if b"\n" not in piece and b"\r" not in piece:
+            self._parts.append(piece)
+            self._holds(self._size + len(piece))
+            return []
+        self._after_cr = piece.endswith(b"\r")
+        lines = (b"".join(self._parts) + piece if self._parts else piece).splitlines()
+        self._parts = [] if piece.endswith((b"\n", b"\r")) else [lines.pop()]
+        found: list[bytes] = []
+        for line in lines:
+            if self._line(line, found):
+                break
+        self._holds(sum(map(len, self._data)) + sum(map(len, self._parts)))
+        return found
+
+    def finish(self) -> list[bytes]:
+        """Return the data of an event that the end of the stream ends."""
+        found: list[bytes] = []
+        for line in (b"".join(self._parts), b""):
+            if self._line(line, found):
+                break
+        return found
+
+    def _holds(self, count: int) -> None:
+        """Note how many bytes wait for the end of their event."""
+        self._size = count
+        if count > self._most:
+            raise NoAnswer(f"an event of the stream is larger than {_size(self._most)}", cut=True)
+
+    def _line(self, line: bytes, found: list[bytes]) -> bool:
+        """Take one line, and say whether it was the stream's last."""
+        if not line:
+            if (data := self._ended()) is not None:
+                found.append(data)
+            return False
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            if value.strip() == b"[DONE]" and not self._data:
+                self.done = True
+                return True
+            self._data.append(value)
+        elif field == b"event":
+            self._name = value.strip()
+        elif not field and len(self._notes) < _MOST_BYTES_OF_A_NOTE:
+            self._notes += value[:_MOST_BYTES_OF_A_NOTE] + b"\n"
+        return False
+
+    def _ended(self) -> bytes | None:
+        """Return the data of the event that a blank line ended, None where it is none for us."""
+        name, data, notes = self._name, b"\n".join(self._data).strip(), bytes(self._notes).strip()
+        self._name, self._data, self._notes = b"", [], bytearray()
+        if name == b"error":
+            return data if b'"error"' in data else msgspec.json.encode({"error": _text(data or notes)})
+        # Some servers give every event a name: those that hold choices are meant.
+        known = name in (b"", b"message") or b'"choices"' in data
+        return data if data and known else None
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace") or "the stream ended with an error"
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count} bytes"
+
+
+@contextlib.contextmanager
+def _ends_with_its_connection(response: aiohttp.ClientResponse) -> Iterator[None]:
+    """Let reading end when the connection does.
+
+    aiohttp closes it where a chunk's size is no number, and (3.14) leaves whoever reads waiting for the rest.
+    """
+    content, connection = response.content, response.connection
+
+    def ended(future: asyncio.Future[None] | None = None) -> None:
+        if future is not None and not future.cancelled():
+            future.exception()
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError("the connection ended in the middle of it"))
+
+    if connection is None or connection.protocol is None:  # it was read to its end already
+        yield
+        return
+    closed = getattr(connection.protocol, "closed", None)
+    if closed is None:
+        if not connection.protocol.is_connected():
+            ended()
+        yield
+        return
+    closed.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        closed.remove_done_callback(ended)
+
+
+async def _body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the body of an answer; raises ``NoAnswer`` above ``most`` bytes. Of a refusal only the start is read."""
+    good = 200 <= response.status < 300
+    limit = most if good else min(most, _MOST_BYTES_OF_A_REFUSAL)
+    pieces: list[bytes] = []
+    size = response.content_length or 0 if good else 0
+    if size <= limit:
+        size = 0
+        with _ends_with_its_connection(response):
+            async for piece in response.content.iter_any():
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    break
+    if good and size > limit:
+        raise NoAnswer(f"the answer is larger than {_size(limit)}", cut=True)
+    return b"".join(pieces)[:limit]
 
 
 @attrs.define
