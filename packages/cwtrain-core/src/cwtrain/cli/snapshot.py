@@ -137,6 +137,7 @@ def verify(ctx: Context, directory: str, base: str | None) -> None:
     """Read everything in a snapshot, compare every checksum, and print what it is.
 
     Without --base a delta's frames are only checked to be whole; with it each tensor's new bytes are compared, too.
+    "verified" says which: full, frames, or headers for a full snapshot that has no checksums.
     """
     from cwtrain.snapshots import inspect_snapshot, local_snapshot_to_json
 

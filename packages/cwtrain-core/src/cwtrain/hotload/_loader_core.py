@@ -74,6 +74,8 @@ class LoaderCore:
         self._deployment: Deployment | None = None
         self._versions: Mapping[str, str | int | None] = {}
         """The version of the identity that was uploaded last."""
+        self._looked: float | None = None
+        """When ``require_open(just_before=True)`` looked, until what follows has used it."""
         self.syncs = self._sync_events()
 
     def __repr__(self) -> str:
@@ -88,7 +90,7 @@ class LoaderCore:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process makes the same loader of: no secret, no connection, no plugin."""
-        state = {**self.__dict__, "_plugins": None, "_deployment": None, "syncs": None}
+        state = {**self.__dict__, "_plugins": None, "_deployment": None, "_looked": None, "syncs": None}
         if isinstance(self._s3, S3Store):
             state |= {"_s3": None, "_s3_settings": self._s3.settings}
         elif self._s3 is not None and not hasattr(self._s3, "create_upload"):
@@ -222,10 +224,31 @@ class LoaderCore:
             sleep=self._sleep,
         )
 
-    def _wait_until_ready(self, timeout: float) -> None:
-        """Return once the deployment is READY; one that is FAILED or going away is an error at once."""
+    def require_open(self, *, just_before: bool = False) -> None:
+        """Look at the deployment, and raise where a hot-load could not end well: before anything is sent for one.
+
+        HotLoadError for one without a target or that is disabled, DeploymentFailedError for FAILED and going away.
+        ``just_before`` what looks again: that need not, where it comes within a poll interval.
+        """
         deployment = self.refresh_deployment()
         _ = self.target
+        if deployment.disabled:
+            raise HotLoadError(
+                f"deployment {self.deployment_id} ({deployment.name}) is disabled: nothing can be hot-loaded into it",
+                hint=f"enable it: cwtrain deployment update {self.deployment_id} --enable",
+            )
+        if deployment.status in (ResourceStatus.FAILED, ResourceStatus.DELETING):
+            wait_for_deployment(
+                self.client, self.deployment_id, timeout=1.0, just_created=False, clock=self._clock, sleep=self._sleep
+            )
+        self._looked = self._clock() if just_before else None
+
+    def _wait_until_ready(self, timeout: float) -> None:
+        """Return once the deployment is READY; one that is disabled, FAILED or going away is an error at once."""
+        looked, self._looked = self._looked, None
+        if looked is None or self._clock() - looked >= self.poll_interval:
+            self.require_open()
+        deployment = self.deployment
         if deployment.status is not ResourceStatus.READY:
             self._deployment = wait_for_deployment(
                 self.client,

@@ -104,9 +104,10 @@ class HotLoader(LoaderCore):
         """Inspect, upload, hot-load ``checkpoint`` as ``identity`` and return the hot-load, COMPLETED if waited for.
 
         A delta needs its predecessor: ``previous_identity``, or a numeric ``base_version`` N in its index, which means
-        ``weight_v{N:06d}``. The whole plan is checked before the first byte is written; ``dry_run=True`` returns it and
-        writes nothing. ``timeout`` (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at
-        each step. ``version`` is the trainer's number, for the manifest and the events.
+        ``weight_v{N:06d}``. The whole plan is checked before the first byte is written, by plugins, too;
+        ``dry_run=True`` returns it and writes nothing, and raises what a publish would be refused with. ``timeout``
+        (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at each step. ``version`` is the
+        trainer's number, for the manifest and the events.
 
         The predecessor must hold the version that the delta's own index names as its base: its manifest says which one
         it holds, or else its name. ``base_version`` says so where the caller knows better (versions in between that
@@ -132,7 +133,7 @@ class HotLoader(LoaderCore):
             if not dry_run:
                 self._wait_until_ready(limit)
             else:
-                self.refresh_deployment()
+                self.require_open()
             listed = self._clock()
             hot_loads = self.hot_loads()
             if not dry_run:
@@ -150,13 +151,14 @@ class HotLoader(LoaderCore):
             )
             self._require_base(snapshot, base_version)
             done = self.operations.done(work, hot_loads) if not plan.upload_bytes else None
-            plan = attrs.evolve(plan, already_served=done is not None)
+            plan = attrs.evolve(plan, already_served=done is not None, dry_run=dry_run)
+            if done is None:
+                self.plugins.before_publish(plan)
             if dry_run:
                 return plan
             if done is not None:
                 _log.info("%s is served already by hot-load %s: nothing to do", identity, done.id)
                 return done
-            self.plugins.before_publish(plan)
             try:
                 self._tell_started(snapshot, identity, version, began=started)
                 report = self._upload(
@@ -173,6 +175,8 @@ class HotLoader(LoaderCore):
                 # As old as what any wait goes by, at the most; what the service has begun since, it says itself.
                 known = hot_loads if self._clock() - listed < self.poll_interval else None
                 hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress, known=known)
+                if hot_load.state is HotLoadState.COMPLETED:
+                    self.syncs.completed(hot_load, version=version)
             except BaseException as error:
                 self.syncs.failed(error, identity=identity, version=version)
                 raise
@@ -184,8 +188,6 @@ class HotLoader(LoaderCore):
             "uploaded_bytes": float(report.uploaded_bytes),
             "tensor_bytes": float(snapshot.tensor_bytes),
         }
-        if hot_load.state is HotLoadState.COMPLETED:
-            self.syncs.completed(hot_load, version=version)
         return attrs.evolve(hot_load, timings=timings)
 
     def plan(

@@ -86,7 +86,8 @@ class LocalSnapshot:
     warnings: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     verified: str = "headers"
-    """How much was checked: ``headers``, or ``full`` (frames decoded, checksums compared)."""
+    """What was checked: ``headers``; ``frames`` of a delta, decoded without its base, so that no checksum was compared;
+    or ``full``: every checksum was."""
 
     @property
     def index_metadata(self) -> Mapping[str, Any]:
@@ -148,4 +149,6 @@ class PublishPlan:
     """True when the identity is COMPLETED and served by all replicas: there is nothing to do."""
     waiting_on: str | None = None
     """Id of another hot-load that is unfinished and would be waited for."""
+    dry_run: bool = False
+    """True where only the plan is asked for: a plugin may veto it, and has nothing to prepare."""
     warnings: tuple[str, ...] = ()

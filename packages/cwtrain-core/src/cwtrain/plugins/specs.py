@@ -144,7 +144,10 @@ def cwtrain_sync_weights(request: WeightSyncRequest) -> WeightSyncResult | None:
 
 @hookspec
 def cwtrain_before_publish(plan: PublishPlan) -> None:
-    """Raise to veto a publish. Asked after inspection and before the first byte is written."""
+    """Raise to veto a publish. Asked after inspection and before the first byte is written, in a dry run, too.
+
+    ``plan.dry_run`` says that nothing will be written.
+    """
 
 
 @hookspec

@@ -77,7 +77,8 @@ def inspect_snapshot(
     decoded, in bounded memory, and each result is checked against the recorded Adler-32 where ``base`` (the checkpoint
     directory or file that the delta was made from) is given; a full snapshot's tensors are checked where their
     Adler-32 is recorded. Without ``base`` a delta's frames are checked to be exactly one well-formed frame each, of the
-    length that they state, which may be at most 1 TiB. ``on_progress`` is called with the bytes that are checked, and
+    length that they state, which may be at most 1 TiB. ``verified`` of what is returned says how far it went:
+    ``headers``, ``frames`` or ``full``. ``on_progress`` is called with the bytes that are checked, and
     all that will be.
 
     Raises SnapshotLayoutError whose ``problems`` lists everything that is wrong, with file and fix; ChecksumError for
@@ -445,7 +446,13 @@ def _verify(
     assert found.shards is not None
     if snapshot.kind is SnapshotKind.DELTA:
         verify_delta(found.shards, snapshot.checksums, base=base, on_progress=on_progress)
-        return snapshot
+        if base is not None or snapshot.empty_delta:
+            return snapshot
+        unread = (
+            "the frames are whole, and what they come to was compared with no checksum: that takes the checkpoint that "
+            "the delta applies to (--base DIR)"
+        )
+        return attrs.evolve(snapshot, verified="frames", warnings=(*snapshot.warnings, unread))
     warnings = list(snapshot.warnings)
     if base is not None:
         warnings.append("base= is not used: a full snapshot is checked by itself")
@@ -453,4 +460,5 @@ def _verify(
         verify_full(found.shards, snapshot.checksums, on_progress=on_progress)
     else:
         warnings.append("no checksums are recorded, so only the headers could be checked")
+        snapshot = attrs.evolve(snapshot, verified="headers")
     return attrs.evolve(snapshot, warnings=tuple(warnings))

@@ -92,6 +92,7 @@ class Baseline:
 
     def _open_epoch(self, budget: Budget) -> int:
         loader, journal = self.sender.loader, self.journal
+        self.sender.through_outages(loader.require_open, budget, "looking at the deployment")
         self.sender.through_outages(
             lambda: check_hot_load(loader.client, loader.deployment_id, s3=loader.store), budget, "checking the access"
         )

@@ -63,6 +63,9 @@ class TensorFeed:
         numbered = self.numbered
         loader, journal = numbered.sender.loader, numbered.journal
         self._give_up(f"version {number} was begun in its place")
+        numbered.sender.through_outages(
+            lambda: loader.require_open(just_before=True), budget, "looking at the deployment"
+        )
         began = loader.syncs.clock()
         named = loader.plugins.name_snapshot(event)
         acknowledged = journal.state.acknowledged
