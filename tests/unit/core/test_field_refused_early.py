@@ -25,7 +25,7 @@ class Veto:
 
     @hookimpl
     def cwtrain_before_publish(self, plan):
-        self.asked.append((plan.identity, plan.dry_run))
+        self.asked.append((plan.identity, getattr(plan, "dry_run", None)))
         if self.on:
             raise ConfigError("vetoed by the site")
 
