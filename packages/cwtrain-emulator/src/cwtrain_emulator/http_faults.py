@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cwtrain_emulator.api.errors import ApiError
 from cwtrain_emulator.faults import Fault, FaultBook
 from cwtrain_emulator.gateway.errors import GatewayError
+from cwtrain_emulator.page.activity import WE_HUNG_UP
 
 __all__ = ["Faulty", "HangUpProtocol"]
 
@@ -214,6 +215,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _hang_up(scope: Scope, *, flush: bool = False) -> None:
+    scope[WE_HUNG_UP] = True
     transport = _TRANSPORTS.get((scope["client"], scope["server"]))
     if transport is not None:
         if flush:

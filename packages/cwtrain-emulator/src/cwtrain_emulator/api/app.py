@@ -30,9 +30,21 @@ from cwtrain_emulator.api.gateways import GATEWAYS, gateway_parameters
 from cwtrain_emulator.api.resources import Kind
 from cwtrain_emulator.api.service import Service
 
-__all__ = ["PREFIX", "JsonResponse", "bearer_token", "endpoint", "make_app", "read_body", "read_object"]
+__all__ = [
+    "HUNG_UP",
+    "PREFIX",
+    "JsonResponse",
+    "bearer_token",
+    "endpoint",
+    "make_app",
+    "nobody_listens",
+    "read_body",
+    "read_object",
+]
 
 PREFIX = "/v1alpha1/inference"
+HUNG_UP = 499
+"""The status, nginx's own, of a request whose caller has gone."""
 
 _log = logging.getLogger("cwtrain_emulator.api")
 
@@ -64,14 +76,15 @@ def make_app(service: Service, extra_routes: list[BaseRoute]) -> Starlette:
             return JsonResponse(refusal.body, status_code=refusal.status)
         raise exc
 
-    async def nobody_listens(request: Request, exc: Exception) -> Response:
-        # The caller hung up in the middle of its request: there is nobody to answer, and nothing to log.
-        return Response(status_code=499)
-
     return Starlette(
         routes=[Mount(PREFIX, routes=_routes(service)), *extra_routes],
         exception_handlers={ApiError: refuse, HTTPException: refuse, ClientDisconnect: nobody_listens},
     )
+
+
+async def nobody_listens(request: Request, exc: Exception) -> Response:
+    """Answer, for the counts alone, a caller that has hung up: there is nobody to hear it, and nothing to log."""
+    return Response(status_code=HUNG_UP)
 
 
 def _routes(service: Service) -> list[BaseRoute]:

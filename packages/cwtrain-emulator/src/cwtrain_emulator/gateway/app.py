@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from cwtrain_emulator.api.app import JsonResponse, bearer_token, read_object
+from cwtrain_emulator.api.app import JsonResponse, bearer_token, nobody_listens, read_object
 from cwtrain_emulator.api.errors import ApiError
 from cwtrain_emulator.api.service import Service
 from cwtrain_emulator.gateway.completion_request import CompletionRequest, parse_chat, parse_completion
@@ -85,7 +85,9 @@ def gateway_app(gateway: Gateway, gateway_id: str) -> Starlette:
     async def missing(request: Request, exc: Exception) -> Response:
         return JsonResponse(GatewayError(404, "Not Found").body, status_code=404)
 
-    return Starlette(routes=gateway_routes(gateway, gateway_id), exception_handlers={404: missing})
+    return Starlette(
+        routes=gateway_routes(gateway, gateway_id), exception_handlers={404: missing, ClientDisconnect: nobody_listens}
+    )
 
 
 def gateway_routes(gateway: Gateway, gateway_id: str | None) -> list[BaseRoute]:

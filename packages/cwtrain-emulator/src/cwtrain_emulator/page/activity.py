@@ -13,10 +13,13 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["KEPT_SECONDS", "Activity", "LogProblems", "Problem", "Watched"]
+__all__ = ["KEPT_SECONDS", "WE_HUNG_UP", "Activity", "LogProblems", "Problem", "Watched"]
 
 KEPT_SECONDS = 300
 """For how long counts are kept."""
+
+WE_HUNG_UP = "cwtrain_emulator.we_hung_up"
+"""In a request's scope where a fault closed the connection: else it was the caller."""
 
 _KEPT_PROBLEMS = 40
 _KEPT_BODY_BYTES = 4096
@@ -122,8 +125,14 @@ class Watched:
             await self._app(scope, receive, send)
             return
         status = 0
-        ended = False
+        ended = left = False
         body = bytearray()
+
+        async def receive_and_look() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and not ended and not scope.get(WE_HUNG_UP))
+            return message
 
         async def send_and_look(message: Message) -> None:
             nonlocal status, ended
@@ -136,9 +145,10 @@ class Watched:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_look)
+            await self._app(scope, receive_and_look, send_and_look)
         finally:
-            refused = status >= 400 or not ended
+            # A caller that went away was refused nothing.
+            refused = not left and (status >= 400 or not ended)
             self._activity.answered(kind, refused=refused)
             if refused:
                 self._note(scope, status, ended=ended, body=bytes(body))
