@@ -57,7 +57,7 @@ ROWS = {
         FAULTS,
         "test_with_wait_0_the_next_call_looks_at_how_the_last_one_ended",
     ),
-    "The API does not answer for longer than one call waits": (
+    "The API or the store does not answer for longer than one call waits": (
         FAULTS,
         "test_an_outage_longer_than_the_budget_of_a_call_is_survived_in_every_wait",
     ),

@@ -44,6 +44,7 @@ TABLE = {
         "--reset-prompt-cache": False,
         "--no-wait": True,
         "--timeout": 1800.0,
+        "--deadline": None,
         "--workers": 8,
         "--dry-run": False,
     },

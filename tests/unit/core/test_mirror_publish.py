@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cwtrain.errors import ConnectionFailedError, MirrorError, SnapshotChangedError
+from cwtrain.errors import MirrorError, SnapshotChangedError, StorageError
 from cwtrain.hotload import HotLoader, WeightMirror, inspect_snapshot
 from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.plugins import Plugins, hookimpl
@@ -135,9 +135,11 @@ def test_another_process_that_broke_the_lock_is_an_error(tmp_path, chain, in_pla
 
 def test_a_cut_that_broke_off_goes_on(tmp_path, chain):
     directory, models = chain
-    world = World(Fault(call="put", key="model-00003", error=ConnectionFailedError("gone")))
+    world = World(
+        Fault(call="put", key="model-00003", error=StorageError("refused", status=400, code="EntityTooLarge"))
+    )
     with mirror_at_two(directory, tmp_path / "m", False) as mirror:
-        with pytest.raises(ConnectionFailedError):
+        with pytest.raises(StorageError, match="refused"):
             world.loader.publish(mirror, "v2-full", workers=1)
         left = {key: one for key, one in world.store.objects.items() if key.endswith(".safetensors")}
         assert left

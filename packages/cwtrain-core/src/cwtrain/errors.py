@@ -303,7 +303,8 @@ class StorageError(CWTrainError):
     """The object store refused or failed.
 
     ``action`` is the S3 permission that the call needs (``s3:PutObject``), ``bucket`` and ``key`` say where, ``code``
-    and ``status`` are the store's own code and HTTP status, ``request_id`` is what its support asks for.
+    and ``status`` are the store's own code and HTTP status, ``request_id`` is what its support asks for,
+    ``retry_after`` the pause in seconds that it asks for, if it named one.
     """
 
     def __init__(
@@ -316,6 +317,7 @@ class StorageError(CWTrainError):
         code: str | None = None,
         status: int | None = None,
         request_id: str | None = None,
+        retry_after: float | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
@@ -325,6 +327,7 @@ class StorageError(CWTrainError):
         self.code = code
         self.status = status
         self.request_id = request_id
+        self.retry_after = retry_after
 
 
 class StorageAccessError(StorageError):

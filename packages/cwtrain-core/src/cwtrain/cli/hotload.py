@@ -14,7 +14,7 @@ import click
 
 from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._group import LazyGroup
-from cwtrain.cli._options import IDENTITY, TEXT, deployment_option, no_wait_option, timeout_option
+from cwtrain.cli._options import IDENTITY, SECONDS, TEXT, deployment_option, no_wait_option, timeout_option
 from cwtrain.models.text import size
 from cwtrain.waits import waiting
 
@@ -107,6 +107,12 @@ def inspect(ctx: Context, directory: str, previous_identity: str | None, verify:
 @_reset_prompt_cache
 @no_wait_option
 @timeout_option(1800, "Seconds for everything after the upload.")
+@click.option(
+    "--deadline",
+    type=SECONDS,
+    envvar="CWTRAIN_HOTLOAD_DEADLINE",
+    help="Seconds for everything, the upload too; without it CWTRAIN_HOTLOAD_DEADLINE, else no limit.",
+)
 @click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Uploads at the same time.")
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan; write nothing.")
 @pass_context
@@ -120,6 +126,7 @@ def publish(
     reset_prompt_cache: bool,
     wait: bool,
     timeout: float,
+    deadline: float | None,
     workers: int,
     dry_run: bool,
 ) -> None:
@@ -131,6 +138,8 @@ def publish(
     policy = _policy(reset_prompt_cache)
     with ctx.client() as client:
         loader = ctx.loader(client, deployment_id)
+        if deadline is not None:
+            loader = loader.within(deadline)
         if dry_run:
             plan = loader.plan(
                 checkpoint,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from cwtrain._waiting import Deadline, Pauses, check_seconds
 from cwtrain.errors import ConfigError, HotLoadError, SnapshotChainError
 from cwtrain.events import SnapshotInspected, SnapshotUploaded, SyncStarted
 from cwtrain.hotload import chain as chains
@@ -14,7 +16,6 @@ from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_abo
 from cwtrain.hotload.progress import OnProgress, ProgressEvent, SyncEvents
 from cwtrain.hotload.upload import put_manifest, require_base, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
-from cwtrain.infra._poll import check_seconds
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import Deployment, HotLoad, HotLoadReplica, HotLoadTarget, ResourceStatus
 from cwtrain.models.snapshot import LocalSnapshot
@@ -31,12 +32,15 @@ from cwtrain.storage import (
     s3_client,
     s3_settings,
 )
+from cwtrain.storage.patient import PatientStore
 
 if TYPE_CHECKING:
     from cwtrain.infra.client import InferenceClient
     from cwtrain.plugins import Plugins
 
 __all__ = ["LoaderCore", "never_completed"]
+
+_LAST_LOOK_SECONDS = 1.0
 
 
 class LoaderCore:
@@ -66,7 +70,7 @@ class LoaderCore:
         self.timeout = check_seconds("timeout", timeout)
         self.run_id = run_id
         self.max_bytes_per_second = max_bytes_per_second
-        self._s3 = s3
+        self._s3 = s3.inner if isinstance(s3, PatientStore) else s3  # this loader's own time counts
         self._s3_settings: S3Settings | None = None
         self._plugins = plugins
         self._clock = clock
@@ -77,6 +81,9 @@ class LoaderCore:
         self._looked: float | None = None
         """When ``require_open(just_before=True)`` looked, until what follows has used it."""
         self.syncs = self._sync_events()
+        self._pauses = Pauses(first=min(0.25, poll_interval), longest=min(8.0, poll_interval))
+        self._deadline = Deadline(None)
+        self._origin: Self | None = None
 
     def __repr__(self) -> str:
         return f"HotLoader(deployment_id={self.deployment_id!r})"
@@ -91,6 +98,7 @@ class LoaderCore:
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process makes the same loader of: no secret, no connection, no plugin."""
         state = {**self.__dict__, "_plugins": None, "_deployment": None, "_looked": None, "syncs": None}
+        state |= {"_deadline": Deadline(None), "_origin": None}
         if isinstance(self._s3, S3Store):
             state |= {"_s3": None, "_s3_settings": self._s3.settings}
         elif self._s3 is not None and not hasattr(self._s3, "create_upload"):
@@ -102,12 +110,12 @@ class LoaderCore:
     @property
     def deployment(self) -> Deployment:
         """The deployment as last seen; asked for at first use."""
-        return self._deployment or self.refresh_deployment()
+        return self._home._deployment or self.refresh_deployment()
 
     def refresh_deployment(self) -> Deployment:
         """Ask the service for the deployment again."""
-        self._deployment = self.client.get_deployment(self.deployment_id)
-        return self._deployment
+        self._home._deployment = found = self._asking.get_deployment(self.deployment_id)
+        return found
 
     @property
     def target(self) -> HotLoadTarget:
@@ -128,23 +136,54 @@ class LoaderCore:
 
     @property
     def store(self) -> ObjectStore:
-        """The object store of the deployment's snapshots."""
+        """The object store of the deployment's snapshots. Its outages are waited out for ``timeout`` seconds."""
         return self._store(8)
 
+    def within(self, seconds: float | Deadline) -> Self:
+        """Return a view of this loader whose calls are over in so many seconds from now, all together.
+
+        Requests under way are cut then, to the API as to the store, and no hot-load is asked for after it. They raise
+        WaitTimeoutError, which names the step. ``seconds`` may be a deadline that is shared with other work.
+        """
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view._deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds, self._clock, name="seconds")
+        view._origin = self._home
+        return view
+
+    @property
+    def _home(self) -> Self:
+        """The loader that a view was made of: what is found out once is kept there."""
+        return self._origin or self
+
+    @property
+    def _asking(self) -> InferenceClient:
+        """The client whose calls are over by the deadline."""
+        left = self._deadline.left()
+        return self.client if left == math.inf else self.client.within(max(left, _LAST_LOOK_SECONDS))
+
     def _store(self, workers: int) -> ObjectStore:
-        if self._s3 is None:
+        home = self._home
+        if home._s3 is None:
             # One client for the loader's life: making one costs more than most requests.
-            known = self._s3_settings
-            self._s3 = s3_client(
+            known = home._s3_settings
+            home._s3 = s3_client(
                 known.endpoint_url if known else None,
                 region_name=known.region if known else None,
                 max_pool_connections=max(64, workers),
             )
-        return store_for(self.target.bucket, self._s3)
+        return PatientStore(
+            store_for(self.target.bucket, home._s3),
+            deadline=self._deadline,
+            outage_seconds=self.timeout,
+            clock=self._clock,
+            sleep=self._sleep,
+            pauses=self._pauses,
+        )
 
     def hot_loads(self) -> list[HotLoad]:
         """Return all hot-loads of the deployment, newest first."""
-        return list(self.client.list_hot_loads(self.deployment_id))
+        return list(self._asking.list_hot_loads(self.deployment_id))
 
     def active_hot_load(self) -> HotLoad | None:
         """Return the unfinished hot-load, or None."""
@@ -215,7 +254,7 @@ class LoaderCore:
     def operations(self) -> HotLoadOperations:
         """What asks for this deployment's hot-loads and follows them."""
         return HotLoadOperations(
-            client=self.client,
+            client=self._asking,
             deployment_id=self.deployment_id,
             plugins=self.plugins,
             poll_interval=self.poll_interval,
@@ -250,10 +289,10 @@ class LoaderCore:
             self.require_open()
         deployment = self.deployment
         if deployment.status is not ResourceStatus.READY:
-            self._deployment = wait_for_deployment(
-                self.client,
+            self._home._deployment = wait_for_deployment(
+                self._asking,
                 self.deployment_id,
-                timeout=timeout,
+                timeout=self._deadline.at_most(timeout),
                 poll_interval=self.poll_interval,
                 just_created=False,
                 clock=self._clock,
@@ -262,7 +301,7 @@ class LoaderCore:
 
     def _require_base(self, snapshot: LocalSnapshot, given: str | int | None) -> None:
         """Raise SnapshotChainError for a delta on another version than its predecessor holds: see ``require_base``."""
-        require_base(snapshot, store=self.store, location=self.location, given=given, known=self._versions)
+        require_base(snapshot, store=self.store, location=self.location, given=given, known=self._home._versions)
 
     def _tell_started(self, snapshot: LocalSnapshot, identity: str, version: int | None, *, began: float) -> None:
         self.syncs.started(
@@ -317,7 +356,7 @@ class LoaderCore:
             base_known=base_known,
         )
         # What applies to it next is compared with this, and the manifest need not be read back.
-        self._versions = {identity: snapshot.version if version is None else version}
+        self._home._versions = {identity: snapshot.version if version is None else version}
         self.plugins.notify(
             SnapshotUploaded(
                 identity=identity,

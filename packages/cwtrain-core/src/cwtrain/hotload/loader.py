@@ -36,7 +36,8 @@ class HotLoader(LoaderCore):
 
     ``client`` is an ``InferenceClient``; ``s3`` a boto3 client (made from the environment at first use without it);
     ``poll_interval`` and ``timeout`` are seconds. ``timeout`` covers everything after the upload: waiting for another
-    hot-load, acceptance, and the hot-load itself. ``plugins`` is the process-wide set unless given.
+    hot-load, acceptance, and the hot-load itself; and it bounds how long an outage of the store is waited out.
+    ``within(seconds)`` bounds everything, the upload too. ``plugins`` is the process-wide set unless given.
     ``max_bytes_per_second`` limits the bandwidth of uploads (else ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does).
 
         loader = HotLoader(InferenceClient(), deployment_id="<uuid>")
@@ -113,14 +114,17 @@ class HotLoader(LoaderCore):
         it holds, or else its name. ``base_version`` says so where the caller knows better (versions in between that
         changed nothing, another numbering); it is compared with the delta's index all the same.
 
+        Outages of the store and of the API are waited out: of the store for ``timeout`` of the loader, or for a minute
+        where it has never answered. What has arrived is not sent again, nor by the same call made again.
+
         An open ``WeightMirror`` can be given as ``checkpoint``: the chain is cut. Nothing is copied, and as nobody else
         can write to it, its shards are read once; what would change it waits from the inspection until they are sent.
 
         Raises SnapshotLayoutError with all problems of the directory, SnapshotChainError for a predecessor that this
         deployment has not completed or that holds another version, or a chain that is too long, SnapshotConflictError
         when the identity holds other content, StorageError naming a refused permission, DeploymentFailedError,
-        HotLoadFailedError with the replicas'
-        reasons, HotLoadTimeoutError naming what still runs.
+        HotLoadFailedError with the replicas' reasons, HotLoadTimeoutError naming what still runs, WaitTimeoutError
+        naming the step in which time ran out.
         """
         limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
         check_identity(identity)
@@ -172,9 +176,12 @@ class HotLoader(LoaderCore):
                     base_known=base_version is not None,
                 )
                 kept.close()  # it was sent: what would change the mirror may go on
+                self._deadline.check(f"about to ask for the hot-load of {identity}")
                 # As old as what any wait goes by, at the most; what the service has begun since, it says itself.
                 known = hot_loads if self._clock() - listed < self.poll_interval else None
-                hot_load = self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress, known=known)
+                hot_load = self.operations.run(
+                    work, wait=wait, timeout=self._deadline.at_most(limit), on_progress=on_progress, known=known
+                )
                 if hot_load.state is HotLoadState.COMPLETED:
                     self.syncs.completed(hot_load, version=version)
             except BaseException as error:
@@ -259,6 +266,8 @@ class HotLoader(LoaderCore):
         else:
             previous = previous_in_bucket(lambda: self.store, self.location, name, given=previous_identity)
         work = Work(name, SnapshotType.INCREMENTAL if previous else SnapshotType.FULL, previous, policy)
+        self._deadline.check(f"about to ask for the hot-load of {name}")
+        limit = self._deadline.at_most(limit)
         return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
 
     def rollback(
@@ -284,6 +293,8 @@ class HotLoader(LoaderCore):
             raise never_completed(identity, self.deployment_id)
         require_objects(self.store, self.location, chains.chain_of(earlier, hot_loads).links)
         work = Work(identity, earlier.spec.type, earlier.previous_identity, policy)
+        self._deadline.check(f"about to ask for the hot-load of {identity}")
+        limit = self._deadline.at_most(limit)
         return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
 
     def wait(self, hot_load_id: str, *, timeout: float | None = None, on_progress: OnProgress | None = None) -> HotLoad:
@@ -292,7 +303,7 @@ class HotLoader(LoaderCore):
         Outages of the API are survived until ``timeout`` (seconds). Raises HotLoadFailedError with the hot-load's
         conditions and each replica's reason, HotLoadCanceledError, HotLoadTimeoutError, DeploymentFailedError.
         """
-        limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
+        limit = self._deadline.at_most(self.timeout if timeout is None else check_seconds("timeout", timeout))
         try:
             hot_load = self.operations.follow(
                 hot_load_id, deadline=Deadline(limit, self._clock), on_progress=on_progress

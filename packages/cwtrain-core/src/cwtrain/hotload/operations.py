@@ -40,6 +40,8 @@ __all__ = ["HotLoadOperations", "ServedReport", "goes_on", "warn_about_straggler
 _Seen: TypeAlias = "tuple[HotLoad, tuple[HotLoadReplica, ...]]"
 
 _log = logging.getLogger("cwtrain.hotload")
+_LAST_LOOK_SECONDS = 1.0
+"""What a look may take that is made when the time is over."""
 
 
 @attrs.frozen(kw_only=True)
@@ -139,7 +141,7 @@ class HotLoadOperations:
         while True:
             listed, known = known, None
             try:
-                client = self.client.within(max(deadline.left(), self.poll_interval))
+                client = self.client.within(max(deadline.left(), min(self.poll_interval, _LAST_LOOK_SECONDS)))
                 hot_loads = list(client.list_hot_loads(self.deployment_id)) if listed is None else listed
                 if (done := self.done(work, hot_loads)) is not None:
                     return done
@@ -152,6 +154,8 @@ class HotLoadOperations:
                     return unfinished
                 if unfinished is not None:
                     self.wait_for_other(unfinished, deadline=deadline, on_progress=on_progress)
+                if not deadline.left():
+                    raise _not_asked_for(work, deadline)
                 asked[:] = [hot_load_id]
                 return client.create_hot_load(
                     self.deployment_id,
@@ -232,7 +236,7 @@ class HotLoadOperations:
     def _poll(self, hot_load_id: str, deadline: Deadline, teller: _Teller, known: HotLoad | None = None) -> _Seen:
         def fetch() -> _Seen:
             try:
-                client = self.client.within(max(deadline.left(), self.poll_interval))
+                client = self.client.within(max(deadline.left(), min(self.poll_interval, _LAST_LOOK_SECONDS)))
                 return self._look(client, hot_load_id, known, must_live=not teller.waiting_on)
             except (TransportError, APIError) as error:
                 if is_retryable(error):
@@ -356,6 +360,13 @@ def _in_words(seen: _Seen) -> str:
     if hot_load.state is HotLoadState.UNSPECIFIED:
         state = hot_load.status.state_text or "without a state"
     return f"{hot_load.identity} is {state}, {ready} of {len(replicas)} replicas serve it"
+
+
+def _not_asked_for(work: Work, deadline: Deadline) -> HotLoadTimeoutError:
+    return HotLoadTimeoutError(
+        f"the hot-load of {work.identity} was not asked for: the {deadline.seconds:g} s were over before",
+        hint="run the same command again, which goes on with what is in the bucket",
+    )
 
 
 def _not_accepted(work: Work, hot_load_id: str | None, deadline: Deadline, error: CWTrainError) -> HotLoadTimeoutError:

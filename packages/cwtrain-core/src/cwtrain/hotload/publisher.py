@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from cwtrain.hotload.writer import WrittenSnapshot
     from cwtrain.infra.client import InferenceClient
     from cwtrain.plugins import Plugins
+    from cwtrain.storage import Location, ObjectStore
 
 __all__ = [
     "PublishOutcome",
@@ -165,7 +166,7 @@ class Publisher(OneProcess):
         )
         self._follower = None
         if settings.keeps_mirror and (tensor_base is None or settings.mirror):
-            self._follower = Follower(self._journal, where=lambda: (loader.store, loader.location), log=_log.warning)
+            self._follower = Follower(self._journal, where=self._where, log=_log.warning)
         self._sender = Sender(loader, settings, clock, sleep, on_progress)
         opening = Opening(self._journal, self._follower, self._sender, self.base)
         self._numbered = Numbered(
@@ -250,9 +251,8 @@ class Publisher(OneProcess):
                 return self._start_baseline(baseline_wait(self.settings.baseline_wait))
             self._join()
             event = self._event(look.kind, look.path, look.number)
-            budget = self._budget(deadline)
-            budget.began -= waited
-            return self._numbered.run(look, event, budget)
+            with self._timed(deadline, used=waited) as budget:
+                return self._numbered.run(look, event, budget)
 
     def publish_tensors(
         self,
@@ -278,7 +278,8 @@ class Publisher(OneProcess):
             event = self._event(WriteKind.FULL, "", number)
             self._plugins.notify(event)
             self._join()
-            return self._feed.publish(given, number, event, self._budget(deadline))
+            with self._timed(deadline) as budget:
+                return self._feed.publish(given, number, event, budget)
 
     def begin_tensors(self, *, number: int, base_identity: str | None) -> TensorPlan | PublishOutcome:
         """Decide how version ``number``, which several ranks write together, is published; on rank 0.
@@ -292,9 +293,9 @@ class Publisher(OneProcess):
             event = self._event(WriteKind.FULL, "", number)
             self._plugins.notify(event)
             self._join()
-            budget = self._budget(None)
-            self._feed.place(number, budget)
-            return self._feed.begin(number, event, budget, held=base_identity)
+            with self._timed(None) as budget:
+                self._feed.place(number, budget)
+                return self._feed.begin(number, event, budget, held=base_identity)
 
     def finish_tensors(
         self, plan: TensorPlan, written: WrittenSnapshot, *, deadline: float | None = None
@@ -304,8 +305,8 @@ class Publisher(OneProcess):
         Raises HotLoadFailedError where the engine did not take it: ``begin_tensors`` with ``base_identity=None`` then
         publishes the same version in full.
         """
-        with self._called(plan.number):
-            return self._feed.finish(plan, written, self._budget(deadline))
+        with self._called(plan.number), self._timed(deadline) as budget:
+            return self._feed.finish(plan, written, budget)
 
     def finish(self, *, deadline: float | None = None) -> None:
         """Wait for what is still on its way: the baseline, and with WAIT=0 the last hot-load.
@@ -314,7 +315,9 @@ class Publisher(OneProcess):
         """
         with self._called(tell=False):
             self._join(again=False)
-            self._numbered.finish(Budget(deadline, self._clock))
+            budget = Budget(deadline, self._clock, name="deadline")
+            with self._sender.within(budget):
+                self._numbered.finish(budget)
 
     def close(self) -> None:
         """Let another process work with STATE_DIR. Waits for nothing; can be called twice.
@@ -375,8 +378,20 @@ class Publisher(OneProcess):
         seconds = min(self.settings.files_wait, most)
         return when_visible(look, place, seconds=seconds, clock=self._clock, sleep=self._sleep)
 
-    def _budget(self, deadline: float | None) -> Budget:
-        return Budget(self.settings.deadline if self.settings.deadline is not None else deadline, self._clock)
+    @contextlib.contextmanager
+    def _timed(self, deadline: float | None, *, used: float = 0.0) -> Iterator[Budget]:
+        """Give the time of one call, with which everything ends that it asks for: DEADLINE, or the caller's."""
+        budget = self._budget(deadline, used=used)
+        with self._sender.within(budget):
+            yield budget
+
+    def _budget(self, deadline: float | None, *, used: float = 0.0) -> Budget:
+        seconds = self.settings.deadline if self.settings.deadline is not None else deadline
+        return Budget(seconds, self._clock, name="deadline", used=used)
+
+    def _where(self) -> tuple[ObjectStore, Location]:
+        loader = self._sender.loader
+        return loader.store, loader.location
 
     def _let_go(self) -> None:
         if self._follower is not None:

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from cwtrain._process import OneProcess
+from cwtrain._waiting import Deadline
 from cwtrain.config import StorageConfig
 from cwtrain.errors import ConfigError, CWTrainError, SnapshotError
 from cwtrain.hotload._writer_arguments import (
@@ -56,6 +57,7 @@ from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import build_manifest, manifest_to_bytes
 from cwtrain.storage import Location, ObjectDigest, ObjectStore
 from cwtrain.storage._crew import was_interrupted
+from cwtrain.storage.patient import patient
 from cwtrain.storage.stream import StreamSizes, StreamUpload
 
 __all__ = ["ShardReceipt", "SnapshotWriter", "WrittenSnapshot", "new_upload_id"]
@@ -82,7 +84,9 @@ class SnapshotWriter(OneProcess):
     ``workers`` threads encode, the caller's among them (without it one for each started GiB of a delta's tensors, up to
     8), and ``upload_workers`` send. ``shard_bytes`` is how large a shard gets before the next one is begun (without it
     they grow to 32 MiB, or more with more memory). ``max_bytes_per_second`` limits the bandwidth (without it
-    ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``sizes`` says how objects are cut, for tests.
+    ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does). ``deadline`` is how many seconds all of it may take, from here to the
+    end of ``finalise``: requests under way are cut then, and WaitTimeoutError is raised; until then outages of the
+    store are waited out. ``sizes`` says how objects are cut, for tests.
 
     Raises ConfigError and SnapshotError for arguments that do not fit together. Nothing is written before the first
     shard is full, and then the claim comes first. Its methods are for one thread.
@@ -112,6 +116,7 @@ class SnapshotWriter(OneProcess):
         upload_workers: int = 4,
         shard_bytes: int | None = None,
         max_bytes_per_second: float | None = None,
+        deadline: float | None = None,
         sizes: StreamSizes | None = None,
     ) -> None:
         self.identity = check_identity(identity)
@@ -150,7 +155,7 @@ class SnapshotWriter(OneProcess):
                 require_bytes(self.identity, self.previous_identity, sums, store=store, location=location)
         self._store = store
         self._upload = StreamUpload(
-            store=store,
+            store=store if deadline is None else patient(store, deadline=Deadline(deadline, name="deadline")),
             location=location,
             identity=identity,
             upload_id=self.upload_id,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cwtrain.errors import ConfigError, CWTrainError, WaitTimeoutError
+from cwtrain._waiting import Deadline, check_seconds
+from cwtrain.errors import CWTrainError, WaitTimeoutError
 from cwtrain.infra._retry import is_retryable
 from cwtrain.infra._status import retry_floor
 from cwtrain.waits import waiting
@@ -21,30 +21,6 @@ EAGER_SECONDS = 0.1
 """The first pause of an eager wait."""
 
 logger = logging.getLogger("cwtrain.infra")
-
-
-def check_seconds(name: str, value: float) -> float:
-    """Return ``value`` if it is a finite number above zero, else raise ``ConfigError`` naming the argument."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}={value!r} must be a finite number of seconds above 0", hint=f"correct {name}")
-    return float(value)
-
-
-class Deadline:
-    """A time budget that several waits share; it starts now. ``seconds`` must be finite and above 0."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = check_seconds("timeout", seconds)
-        self._clock = clock
-        self._began = clock()
-
-    def spent(self) -> float:
-        """Return the seconds since the start."""
-        return self._clock() - self._began
-
-    def left(self) -> float:
-        """Return the seconds that are left, at least 0."""
-        return max(0.0, self.seconds - self.spent())
 
 
 def poll(
@@ -72,7 +48,7 @@ def poll(
     cost a whole interval. ``timeout`` and ``poll_interval`` are seconds; 0, negative, infinite and NaN are a
     ``ConfigError``.
     """
-    deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout, clock)
+    deadline = timeout if isinstance(timeout, Deadline) else Deadline(check_seconds("timeout", timeout), clock)
     check_seconds("poll_interval", poll_interval)
     value: T | None = None
     seen = "nothing yet"

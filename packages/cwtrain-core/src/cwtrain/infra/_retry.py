@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-import ssl
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,7 +16,8 @@ from typing import TypeVar
 import attrs
 import stamina
 
-from cwtrain.errors import APIError, CWTrainError, TransportError, UnexpectedAnswerError
+from cwtrain._waiting import Pauses, jitter, passes
+from cwtrain.errors import CWTrainError, UnexpectedAnswerError
 from cwtrain.infra._status import retry_floor
 
 __all__ = ["RetryPolicy", "is_retryable"]
@@ -32,30 +31,11 @@ _SILENCE = 5.0
 
 def is_retryable(error: BaseException) -> bool:
     """Return whether the same call may succeed a moment later."""
-    if isinstance(error, TransportError):
-        return not _is_untrusted(error)
     if isinstance(error, UnexpectedAnswerError) and isinstance(
         error.__cause__, (json.JSONDecodeError, UnicodeDecodeError)
     ):
         return True  # a 2xx that is not JSON: a proxy's page, or an answer that was cut
-    if isinstance(error, APIError) and error.status is not None:
-        return error.status in (408, 429) or (error.status >= 500 and error.status != 501)
-    return False
-
-
-def _is_untrusted(error: BaseException) -> bool:
-    """Return whether a certificate was refused, which no second try changes."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
-def _jitter(low: float, high: float) -> float:
-    """Return a random number between the two; a function, so that a pickled policy carries no random state."""
-    return random.uniform(low, high)  # noqa: S311 - spreads tries, hides nothing
+    return passes(error)
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +50,7 @@ class RetryPolicy:
     longest_pause: float = 8.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] | None = None
-    uniform: Callable[[float, float], float] = _jitter
+    uniform: Callable[[float, float], float] = jitter
 
     def call(self, attempt: Callable[[], T]) -> T:
         """Return what ``attempt()`` returns, tried until it succeeds, fails for good, or the budget is spent.
@@ -120,8 +100,8 @@ class _Run:
         if floor > left:
             self.reason = f"the service asks to wait {floor:g} s, which is more than the {left:.3g} s left"
             return False
-        growth = min(policy.longest_pause, policy.first_pause * 2.0 ** min(self.tries - 1, 16))
-        pause = min(left, max(floor, growth) + policy.uniform(0, growth))  # the last try is at the very end
+        pauses = Pauses(first=policy.first_pause, longest=policy.longest_pause, uniform=policy.uniform)
+        pause = pauses.after(self.tries, floor=floor, left=left)
         if spent >= _SILENCE and not self.told:
             self.told = True
             logger.warning("still failing after %.0f s, tried for %.0f s more: %s", spent, left, error)

@@ -11,13 +11,13 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 
 import attrs
 
 from cwtrain import errors
+from cwtrain._waiting import header_floor
 from cwtrain.config._quotes import QUOTE_CHARS, Scrubber, quote
 
 __all__ = ["QUOTE_CHARS", "Scrubber", "error_from_answer", "quote", "request_id_of", "retry_floor"]
@@ -112,9 +112,9 @@ def error_from_answer(
     said = _read(body, headers.get("content-type", ""), scrub)
     code = said.code or _code_of_status(status, said.text)
     details = list(said.details)
-    header_floor = _header_floor(headers, now)
-    if header_floor is not None:
-        details.append({"@type": _RETRY_INFO, "retryDelay": f"{header_floor:g}s"})
+    floor = header_floor(headers, now)
+    if floor is not None:
+        details.append({"@type": _RETRY_INFO, "retryDelay": f"{floor:g}s"})
     request_id = request_id_of(headers, details, scrub)
     text = said.text or f"no explanation ({_phrase(status)})"
     places = [code.upper(), f"HTTP {status}", where, *([f"request {request_id}"] if request_id else [])]
@@ -129,7 +129,9 @@ def error_from_answer(
 
 
 def retry_floor(error: errors.CWTrainError) -> float:
-    """Return how many seconds the service asks to wait before the next try (Retry-After, RetryInfo); 0 without one."""
+    """Return how many seconds the other side asks to wait before the next try (Retry-After, RetryInfo), at least 0."""
+    if isinstance(error, errors.StorageError):
+        return error.retry_after or 0.0
     return (_floor_of(error.details) or 0.0) if isinstance(error, errors.APIError) else 0.0
 
 
@@ -265,25 +267,6 @@ def _duration(value: Any) -> float | None:
             return None
     match = re.fullmatch(r"(\d+(?:\.\d*)?)s?", str(value).strip())
     return float(match[1]) if match else None
-
-
-def _header_floor(headers: Mapping[str, str], now: Callable[[], dt.datetime]) -> float | None:
-    """Return the seconds of Retry-After, a number or a date; a date counts from the server's own clock if it tells."""
-    text = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"\d+(\.\d*)?", text):
-        return float(text)
-    at = _http_date(text)
-    if at is None:
-        return None
-    return max(0.0, (at - (_http_date(headers.get("date", "")) or now())).total_seconds())
-
-
-def _http_date(text: str) -> dt.datetime | None:
-    try:
-        at = parsedate_to_datetime(text)
-    except (TypeError, ValueError, IndexError):
-        return None
-    return at if at.tzinfo else at.replace(tzinfo=dt.UTC)
 
 
 def request_id_of(headers: Mapping[str, str], details: Iterable[Mapping[str, Any]], scrub: Scrubber) -> str | None:

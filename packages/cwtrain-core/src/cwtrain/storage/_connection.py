@@ -55,6 +55,11 @@ class Connection:
         self._sock = sock
         self._received = bytearray()
 
+    @property
+    def line(self) -> socket.socket:
+        """The socket that it goes over."""
+        return self._sock
+
     def usable(self) -> bool:
         """Return whether an idle connection is still open: one that has something to say was closed, or is confused."""
         return not self._received and not self._readable()

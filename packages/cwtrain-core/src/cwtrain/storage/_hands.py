@@ -45,11 +45,14 @@ class Hands:
                 threading.Thread(target=self._work, daemon=True, name=f"{self._name}-{self._threads}").start()
             self.changed.notify_all()
 
-    def wait(self) -> None:
-        """Wait until everything is done. Raises the first error."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until everything is done, at most so long, and return whether it is. Raises the first error."""
         with self.changed:
-            self.changed.wait_for(lambda: self.error is not None or not (self._tasks or self._active))
+            done = self.changed.wait_for(
+                lambda: self.error is not None or not (self._tasks or self._active), timeout=seconds
+            )
         self.check()
+        return done
 
     def check(self) -> None:
         """Raise the first error, if there was one."""

@@ -31,6 +31,8 @@ class Learned:
         self._ways: set[str] = set()
         self._told: set[str] = set()
         self._cleaned: dict[str, float] = {}
+        self.answered = False
+        """Whether the store has ever answered in a useful way."""
 
     def keeps(self, way: str) -> bool:
         """Return whether the store was seen to keep exactly the bytes of an object that was sent in this way."""

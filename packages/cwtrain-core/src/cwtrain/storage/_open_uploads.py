@@ -3,6 +3,9 @@
 The store bills the parts of an upload that was neither completed nor aborted. A process that is killed cannot abort,
 so each upload notes what it opens in a small file in the temporary directory, and the next one cleans up after it. It
 notes the key before it asks for an upload: one whose id the killed process never learned is found by its key.
+
+Of a file in parts it also notes which have arrived, with the file's SHA-256: an upload that was killed, or whose store
+did not come back in time, is gone on with from there by the next one for the same object.
 """
 
 from __future__ import annotations
@@ -18,20 +21,48 @@ import stat
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import attrs
 
 from cwtrain.errors import CWTrainError, StorageError, StorageNotFoundError
 from cwtrain.storage._learned import learned_of
 from cwtrain.storage.location import Location
 from cwtrain.storage.store import ObjectStore, OpenUpload
 
-__all__ = ["UploadRecord", "abort_abandoned", "abort_left_open", "abort_quietly", "is_old"]
+__all__ = ["KeptParts", "UploadRecord", "abort_abandoned", "abort_left_open", "abort_quietly", "is_old"]
 
 _log = logging.getLogger("cwtrain.storage")
 _DAY = dt.timedelta(days=1)
 _mine: set[str] = set()
 _ASKED = "?"
 """What stands before the number of an upload whose id is not known yet."""
+
+
+@attrs.define
+class KeptParts:
+    """An upload of a file in parts: which file that is, how it is cut, and the ETags of the parts that have arrived."""
+
+    key: str
+    upload_id: str
+    sha256: str
+    part_bytes: int
+    etags: dict[int, str] = attrs.field(factory=dict)
+    """By the part's number, from 0."""
+
+    @classmethod
+    def read(cls, upload_id: str, noted: Any) -> KeptParts | None:
+        """Return what a record says of an upload, None where it says no more than its key."""
+        try:
+            etags = {int(part): str(etag) for part, etag in noted["etags"].items()}
+            return cls(str(noted["key"]), upload_id, str(noted["sha256"]), int(noted["part_bytes"]), etags)
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return None
+
+    def noted(self) -> dict[str, Any]:
+        """Return it as it stands in a record."""
+        return {"key": self.key, "sha256": self.sha256, "part_bytes": self.part_bytes, "etags": self.etags}
 
 
 class UploadRecord:
@@ -46,7 +77,7 @@ class UploadRecord:
         self._stem = f"upload-{hashlib.sha256(where.encode()).hexdigest()[:32]}-"
         pid = os.getpid()
         self._name = f"{self._stem}{socket.gethostname()}-{pid}-{_started(pid)}-{uuid.uuid4().hex[:8]}.json"
-        self._open: dict[str, str] = {}
+        self._open: dict[str, str | KeptParts] = {}
         self._lock = threading.Lock()
         _mine.add(self._name)
 
@@ -71,6 +102,19 @@ class UploadRecord:
             self._open[upload_id] = key
             self._write()
 
+    def keeps(self, parts: KeptParts) -> None:
+        """Note what an upload that is open is of, so that another one can go on with it."""
+        with self._lock:
+            self._open[parts.upload_id] = parts
+            self._write()
+
+    def arrived(self, upload_id: str, part: int, etag: str) -> None:
+        """Note that a part of an upload is there."""
+        with self._lock:
+            if isinstance(parts := self._open.get(upload_id), KeptParts):
+                parts.etags[part] = etag
+                self._write()
+
     def closed(self, upload_id: str) -> None:
         """Note that an upload is completed or aborted."""
         with self._lock:
@@ -81,8 +125,8 @@ class UploadRecord:
         """End the upload that keeps this record; what is still open is left for the next one."""
         _mine.discard(self._name)
 
-    def abandoned(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Return (file, key by upload id) of uploads under the same identity whose process no longer runs."""
+    def abandoned(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Return (file, what is noted by upload id) of uploads under the same identity whose process no longer runs."""
         try:
             names = os.listdir(self._directory) if self._usable() else []
         except OSError:
@@ -97,7 +141,7 @@ class UploadRecord:
             except (OSError, ValueError):
                 continue
             if isinstance(left, dict):
-                yield path, {str(upload_id): str(key) for upload_id, key in left.items()}
+                yield path, left
 
     def _usable(self) -> bool:
         """Only a directory that is ours and closed to others tells us what to abort."""
@@ -117,21 +161,34 @@ class UploadRecord:
             if not self._usable():
                 return
             with open(path + ".tmp", "w", encoding="utf-8") as file:
-                json.dump(self._open, file)
+                noted = {key: one if isinstance(one, str) else one.noted() for key, one in self._open.items()}
+                json.dump(noted, file)
             os.replace(path + ".tmp", path)
         except OSError as error:
             _log.debug("no record of open uploads can be kept in %s: %s", self._directory, error)
 
 
 def abort_left_open(
-    record: UploadRecord, store: ObjectStore, location: Location, identity: str, *, new: bool = False
-) -> None:
+    record: UploadRecord,
+    store: ObjectStore,
+    location: Location,
+    identity: str,
+    *,
+    new: bool = False,
+    wanted: Collection[str] = (),
+) -> dict[str, KeptParts]:
     """Abort what earlier uploads of ``identity`` left open, and what has been open for more than a day.
 
     The second needs the optional permission s3:ListBucketMultipartUploads, and is looked for at most once in an hour.
-    ``new``: nobody has written under the identity before. Never raises: this is cleaning up.
+    ``new``: nobody has written under the identity before. What has parts of the keys ``wanted`` is kept and returned.
+    Never raises: this is cleaning up.
     """
-    abort_abandoned(record, store)
+    kept = abort_abandoned(record, store, wanted=wanted)
+    _abort_old(store, location, identity, new=new)
+    return kept
+
+
+def _abort_old(store: ObjectStore, location: Location, identity: str, *, new: bool) -> None:
     # Without a prefix of its own, a deployment may share the bucket with strangers, whose uploads are left alone.
     if not location.root and new:
         return
@@ -151,18 +208,29 @@ def is_old(upload: OpenUpload) -> bool:
     return upload.started is not None and upload.started < dt.datetime.now(dt.UTC) - _DAY
 
 
-def abort_abandoned(record: UploadRecord, store: ObjectStore) -> None:
-    """Abort what processes that no longer run left open under the same identity. Never raises."""
+def abort_abandoned(record: UploadRecord, store: ObjectStore, *, wanted: Collection[str] = ()) -> dict[str, KeptParts]:
+    """Abort what processes that no longer run left open under the same identity. Never raises.
+
+    What has parts of the keys ``wanted`` is noted in ``record`` instead, and returned by key.
+    """
+    kept: dict[str, KeptParts] = {}
     for path, left in record.abandoned():
-        gone = [
-            _abort_asked(store, key) if upload_id.startswith(_ASKED) else abort_quietly(store, key, upload_id)
-            for upload_id, key in left.items()
-        ]
+        gone = []
+        for upload_id, noted in left.items():
+            parts = KeptParts.read(upload_id, noted)
+            if parts is not None and parts.etags and parts.key in wanted and parts.key not in kept:
+                kept[parts.key] = parts
+                record.keeps(parts)
+            elif upload_id.startswith(_ASKED):
+                gone.append(_abort_asked(store, str(noted)))
+            else:
+                gone.append(abort_quietly(store, parts.key if parts is not None else str(noted), upload_id))
         if all(gone):
             try:
                 os.unlink(path)
             except OSError as error:
                 _log.debug("%s cannot be removed: %s", path, error)
+    return kept
 
 
 def _abort_asked(store: ObjectStore, key: str) -> bool:

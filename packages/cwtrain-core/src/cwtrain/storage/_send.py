@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypedDict
 
 import attrs
 
-from cwtrain.errors import SnapshotConflictError, StorageError
+from cwtrain._waiting import passes
+from cwtrain.errors import SnapshotConflictError, StorageError, StorageNotFoundError, WaitTimeoutError
 from cwtrain.models.snapshot import SnapshotFile
 from cwtrain.storage._buffers import Buffers
 from cwtrain.storage._crew import INTERRUPTED_SECONDS, Crew, run_all, was_interrupted
 from cwtrain.storage._learned import PUT, learned_of
 from cwtrain.storage._meter import Meter
 from cwtrain.storage._once import Once
-from cwtrain.storage._open_uploads import UploadRecord, abort_quietly
+from cwtrain.storage._open_uploads import KeptParts, UploadRecord, abort_quietly
 from cwtrain.storage._source import PartBody, Source
 from cwtrain.storage.plan import SHA256_KEY
 from cwtrain.storage.report import ObjectDigest
 from cwtrain.storage.store import ObjectStore
 
-__all__ = ["PartSizes", "Sender"]
+__all__ = ["PartSizes", "PartsGone", "Sender"]
 
 _log = logging.getLogger("cwtrain.storage")
 
@@ -51,6 +52,10 @@ class PartSizes:
         return max(self.part_bytes, -(-least // _MIB) * _MIB if least > self.part_bytes else 0)
 
 
+class PartsGone(Exception):
+    """The parts that an earlier upload left are not in the store any more: the object is to be sent from the start."""
+
+
 @attrs.define(eq=False)
 class _Transfer:
     file: SnapshotFile
@@ -61,6 +66,8 @@ class _Transfer:
     left: int = 0
     """Parts that are not there yet."""
     given_up: bool = False
+    resumed: bool = False
+    """Whether an earlier upload sent some of its parts."""
     torn: str | None = None
     """The ETag of an object of ours that never got its bytes, which this one takes the place of."""
 
@@ -77,7 +84,9 @@ class Sender:
         record: UploadRecord,
         sizes: PartSizes,
         conditional: bool,
+        kept: MutableMapping[str, KeptParts] | None = None,
     ) -> None:
+        self._kept = {} if kept is None else kept
         self._store = store
         self._crew = crew
         self._meter = meter
@@ -92,6 +101,8 @@ class Sender:
         self._buffers = Buffers()
         self.digests: dict[str, ObjectDigest] = {}
         self.done = 0
+        self.resumed_bytes = 0
+        """Bytes of parts that an earlier upload sent."""
 
     def digest(self, file: SnapshotFile) -> ObjectDigest:
         """Return size and SHA-256 of a file that is sent later. Raises SnapshotChangedError."""
@@ -105,9 +116,11 @@ class Sender:
     def send(self, files: Sequence[tuple[SnapshotFile, str]], *, torn: Mapping[str, str]) -> None:
         """Send each file to its key. On any error everything stops, open uploads are aborted, the first one is raised.
 
-        ``torn`` has the ETags of the objects that are replaced, by name (see ``Standing``).
+        They are kept where the store did not answer in time. ``torn`` has the ETags of the objects that are replaced,
+        by name (see ``Standing``). ``kept`` uploads, by key, are gone on with where they are of the same bytes.
 
-        Raises SnapshotChangedError, SnapshotConflictError when someone else wrote a key, StorageError, TransportError.
+        Raises PartsGone where they are there no more, SnapshotChangedError, SnapshotConflictError when someone else
+        wrote a key, StorageError, TransportError, WaitTimeoutError.
         """
         transfers = []
         for file, key in files:
@@ -118,7 +131,8 @@ class Sender:
         try:
             self._crew.run(self._pick, most=sum(transfer.source.parts for transfer in transfers))
         except BaseException as error:
-            self._give_up(transfers, INTERRUPTED_SECONDS if was_interrupted(error) else _ABORT_SECONDS)
+            if not (isinstance(error, WaitTimeoutError) or passes(error)):
+                self._give_up(transfers, INTERRUPTED_SECONDS if was_interrupted(error) else _ABORT_SECONDS)
             raise
         finally:
             for transfer in transfers:
@@ -145,16 +159,47 @@ class Sender:
             tasks = [partial(self._put, transfer)]
         else:
             transfer.etags = [""] * parts
-            transfer.left = parts
-            with self._record.opening(transfer.key) as asked:
-                transfer.upload_id = self._store.create_upload(transfer.key, metadata=self._metadata(transfer))
-                self._record.opened(transfer.key, transfer.upload_id, asked)
-            if transfer.given_up:  # it took so long that the upload ended meanwhile
-                self._abort(transfer)
-            tasks = [partial(self._send_part, transfer, part) for part in range(parts)]
+            if not self._go_on(transfer):
+                self._open(transfer)
+            transfer.left = transfer.etags.count("")
+            send, skip = self._send_part, self._skip_part
+            tasks = [partial(skip if etag else send, transfer, part) for part, etag in enumerate(transfer.etags)]
+            if not transfer.left:
+                tasks.append(partial(self._complete, transfer))
         with self._crew.changed:
             self._ready.extend(tasks)
             self._crew.changed.notify_all()
+
+    def _open(self, transfer: _Transfer) -> None:
+        with self._record.opening(transfer.key) as asked:
+            transfer.upload_id = self._store.create_upload(transfer.key, metadata=self._metadata(transfer))
+            self._record.opened(transfer.key, transfer.upload_id, asked)
+        sha256 = self.digests[transfer.file.name].sha256
+        self._record.keeps(KeptParts(transfer.key, transfer.upload_id, sha256, transfer.source.part_bytes))
+        if transfer.given_up:  # it took so long that the upload ended meanwhile
+            self._abort(transfer)
+
+    def _go_on(self, transfer: _Transfer) -> bool:
+        """Go on with the parts that an earlier upload sent of the same bytes, and return whether there are some."""
+        kept = self._kept.pop(transfer.key, None)
+        if kept is None:
+            return False
+        transfer.upload_id = kept.upload_id
+        same = (kept.sha256, kept.part_bytes) == (self.digests[transfer.file.name].sha256, transfer.source.part_bytes)
+        if not same or transfer.torn is not None:
+            self._abort(transfer)
+            return False
+        transfer.resumed = True
+        for part, etag in kept.etags.items():
+            if part < len(transfer.etags):
+                transfer.etags[part] = etag
+                begin, end = transfer.source.span(part)
+                self.resumed_bytes += end - begin
+        _log.info("%s: %d of %d parts are there already", transfer.key, len(kept.etags), len(transfer.etags))
+        return True
+
+    def _skip_part(self, transfer: _Transfer, part: int) -> None:
+        transfer.source.skip(part)
 
     def _put(self, transfer: _Transfer) -> None:
         def write(if_absent: bool) -> None:
@@ -169,7 +214,11 @@ class Sender:
     def _send_part(self, transfer: _Transfer, part: int) -> None:
         assert transfer.upload_id is not None
         with self._body(transfer, part) as body:
-            etag = self._store.upload_part(transfer.key, transfer.upload_id, part + 1, body)
+            try:
+                etag = self._store.upload_part(transfer.key, transfer.upload_id, part + 1, body)
+            except StorageNotFoundError as error:
+                raise self._gone(transfer, error) from error
+        self._record.arrived(transfer.upload_id, part, etag)
         with self._crew.changed:
             transfer.etags[part] = etag
             transfer.left -= 1
@@ -191,13 +240,26 @@ class Sender:
         def write(if_absent: bool) -> None:
             self._store.complete_upload(transfer.key, upload_id, transfer.etags, **_condition(transfer, if_absent))
 
-        written = self._write(transfer, write, multipart=True)
+        try:
+            written = self._write(transfer, write, multipart=True)
+        except StorageError as error:
+            if error.code not in ("InvalidPart", "NoSuchUpload"):
+                raise
+            raise self._gone(transfer, error) from error
         if written:
             self._record.closed(upload_id)
         else:
             self._abort(transfer)  # the object is there; a refused Complete leaves the upload open
         transfer.upload_id = None
         self._arrived(transfer, looked=not written)
+
+    def _gone(self, transfer: _Transfer, error: StorageError) -> Exception:
+        """Return what to raise of an upload that is not there, or whose parts are not."""
+        if not transfer.resumed:
+            return error
+        assert transfer.upload_id is not None
+        self._record.closed(transfer.upload_id)
+        return PartsGone(str(error))
 
     def _write(self, transfer: _Transfer, write: Callable[[bool], None], *, multipart: bool = False) -> bool:
         """Write an object if there is none, and return whether it was this call that did."""

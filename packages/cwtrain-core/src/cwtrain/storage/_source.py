@@ -140,6 +140,12 @@ class Source:
         finally:
             body.close()
 
+    def skip(self, part: int) -> None:
+        """Read part number ``part``, which is not sent, where the parts after it are hashed after it."""
+        if self._known and self.parts > 1:
+            with self.body(part, on_bytes=lambda _: None):
+                pass
+
     @contextlib.contextmanager
     def _descriptor(self) -> Iterator[int]:
         """Give a descriptor of the open file that is open until the end, whoever closes the source meanwhile.

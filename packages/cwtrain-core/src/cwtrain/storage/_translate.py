@@ -5,11 +5,14 @@ A refusal names the permission, the bucket and the key; a signature problem name
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
 
+from cwtrain._waiting import CLOCK_SKEW, header_floor, passes
 from cwtrain.config._quotes import Scrubber, quote
 from cwtrain.config.network import hide_user_info
 from cwtrain.errors import (
@@ -120,6 +123,13 @@ def translate(
             f"{what}: the connection failed{at} ({text})",
             hint="check the endpoint (CW_S3_ENDPOINT) and the network, then run it again" + _other_style(settings),
         )
+    if isinstance(error, ResponseParserError):
+        return StorageError(
+            f"{what}: the answer is not S3's{at} ({text})",
+            code="UnreadableAnswer",
+            hint="check that the endpoint (CW_S3_ENDPOINT) is the store and no other server answers in its place",
+            **place,
+        )
     return StorageError(f"{what}: {text}", **place)
 
 
@@ -137,6 +147,8 @@ def _refusal(
     meta = answer.get("ResponseMetadata", {})
     status = meta.get("HTTPStatusCode")
     place |= {"code": code or None, "status": status, "request_id": meta.get("RequestId") or None}
+    headers = {name.lower(): str(value) for name, value in (meta.get("HTTPHeaders") or {}).items()}
+    place["retry_after"] = header_floor(headers, lambda: dt.datetime.now(dt.UTC))
     # A HEAD has no body, so botocore repeats the status as the code.
     said = " ".join(part for part in (str(status or ""), code if code != str(status) else "") if part)
     said = f"{said}: {message}" if message and message not in (code, "Bad Request", "Forbidden") else said
@@ -161,7 +173,7 @@ def _refusal(
             hint="set AWS_REGION to the bucket's zone in the store's own spelling, for example US-EAST-04A",
             **place,
         )
-    if code == "RequestTimeTooSkewed":
+    if code == CLOCK_SKEW:
         return StorageAccessError(f"{what}: {said}", hint="set this machine's clock; it is off by minutes", **place)
     if code in _BAD_KEYS:
         source = f" that come from {credentials!r}" if credentials else ""
@@ -199,8 +211,10 @@ def _refusal(
             hint=_checksum_hint(settings),
             **place,
         )
-    hint = "the store is busy or failing: run it again, what is in the bucket is not sent again"
-    return StorageError(f"{what} ({said})", hint=hint if status and status >= 500 and status != 501 else None, **place)
+    refusal = StorageError(f"{what} ({said})", **place)
+    if passes(refusal):
+        refusal.hint = "the store is busy or failing: run it again, what is in the bucket is not sent again"
+    return refusal
 
 
 def _demands_checksum(message: str) -> bool:

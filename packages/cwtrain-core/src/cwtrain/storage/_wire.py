@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import (
+    ClientError,
     ConnectionClosedError,
     ConnectTimeoutError,
     EndpointConnectionError,
@@ -33,12 +34,15 @@ from botocore.exceptions import (
 )
 from botocore.httpsession import get_cert_path
 
+from cwtrain._waiting import passes
 from cwtrain.storage._connection import Connection, NotHttp
+from cwtrain.storage._limits import seconds_at_most, unlimited, watched
+from cwtrain.storage._translate import translate
 
 if TYPE_CHECKING:
     from types_boto3_s3.client import S3Client
 
-__all__ = ["OwnSending", "leave_connections", "send_with_own_sockets"]
+__all__ = ["OwnSending", "hang_up_in_time", "leave_connections", "send_with_own_sockets"]
 
 _log = logging.getLogger("cwtrain.storage")
 
@@ -145,7 +149,9 @@ class OwnSending:
         except OSError as error:
             raise EndpointConnectionError(endpoint_url=request.url, error=error) from error
         try:
-            answer = connection.put(request, url, self._read_timeout, wait=place not in self._silent)
+            watched(connection.line)
+            silence = seconds_at_most(self._read_timeout)
+            answer = connection.put(request, url, silence, wait=place not in self._silent)
         except TimeoutError as error:
             connection.close()
             raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
@@ -208,7 +214,8 @@ class OwnSending:
         connection.close()
 
     def _connect(self, scheme: str, host: str, port: int | None) -> Connection:
-        plain = socket.create_connection((host, port or (443 if scheme == "https" else 80)), self._connect_timeout)
+        address = (host, port or (443 if scheme == "https" else 80))
+        plain = socket.create_connection(address, seconds_at_most(self._connect_timeout))
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._keep_alive:
@@ -241,6 +248,61 @@ def _tls_context(verify: bool | str) -> ssl.SSLContext:
     else:
         context.load_verify_locations(cafile=bundle)
     return context
+
+
+def hang_up_in_time(client: Any) -> None:
+    """Let the requests of a boto3 client be hung up when a limit is over, and let who set it make them again.
+
+    Within a limit botocore makes one try: it would pause without looking at the time that is left. Where botocore is
+    not built as it is known to be, only the time-outs of the client's configuration end a request.
+    """
+    client.meta.events.register_first("needs-retry.s3", _leave_it_to_us, unique_id="cwtrain-limits")
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    theirs = getattr(session, "_theirs", session)
+    pools = getattr(theirs, "_pool_classes_by_scheme", None)
+    if not isinstance(pools, dict):
+        return
+    for scheme, pool in pools.items():
+        kind = getattr(pool, "ConnectionCls", None)
+        if kind is not None and not getattr(kind, "cwtrain_watched", False):
+            watched_kind = type(kind.__name__, (_WatchedConnection, kind), {})
+            pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": watched_kind})
+
+
+class _WatchedConnection:
+    """Beside botocore's connection: its socket is known to the watch, and its time-outs end with the limit."""
+
+    cwtrain_watched = True
+
+    def connect(self: Any) -> Any:
+        self.timeout = seconds_at_most(self.timeout)
+        done = super().connect()  # type: ignore[misc]
+        watched(self.sock)
+        return done
+
+    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watched(self.sock)
+        return super().request(*args, **kwargs)  # type: ignore[misc]
+
+    def getresponse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.timeout = seconds_at_most(self.timeout)
+        if self.sock is not None and isinstance(self.timeout, (int, float)):
+            self.sock.settimeout(self.timeout)
+        return super().getresponse(*args, **kwargs)  # type: ignore[misc]
+
+
+def _leave_it_to_us(
+    response: Any = None, caught_exception: Exception | None = None, operation: Any = None, **_: Any
+) -> None:
+    """Raise what botocore would look at to repeat the request, where this thread has a limit."""
+    if unlimited():
+        return
+    if caught_exception is not None:
+        raise caught_exception
+    if response is not None and response[0].status_code >= 300:
+        refused = ClientError(response[1], operation.name)
+        if passes(translate(refused)):
+            raise refused
 
 
 class _Raw(io.BytesIO):

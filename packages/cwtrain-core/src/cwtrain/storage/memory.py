@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 import attrs
 
@@ -299,7 +300,7 @@ class MemoryStore(NotPickled):
     ) -> None:
         if (not if_absent and if_match is None) or conditions is Conditions.IGNORED:
             return
-        place = {"action": _ACTIONS[call], "bucket": self._bucket, "key": key}
+        place: dict[str, Any] = {"action": _ACTIONS[call], "bucket": self._bucket, "key": key}
         if conditions is Conditions.REFUSED:
             raise StorageError("conditional writes are not implemented", code="NotImplemented", status=501, **place)
         stored = self.objects.get(key)

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from cwtrain._process import NotPickled, renew_after_fork
 from cwtrain.errors import CWTrainError, StorageAccessError, StorageNotFoundError, StorageRegionError, TransportError
 from cwtrain.models.text import printable
 from cwtrain.storage._learned import Learned
+from cwtrain.storage._limits import current_socket, unlimited, watched
 from cwtrain.storage._signing import credentials_of
 from cwtrain.storage._translate import expired, translate
-from cwtrain.storage._wire import leave_connections
+from cwtrain.storage._wire import hang_up_in_time, leave_connections
 from cwtrain.storage.s3 import check_bucket, s3_settings
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
 from cwtrain.waits import waiting
@@ -39,13 +41,18 @@ class S3Store(NotPickled):
     """A bucket behind a boto3 client (see ``s3_client``). In a forked process the client opens connections of its own.
 
     Raises ConfigError at once when the client's endpoint needs the bucket in its host name and it cannot be there.
+    Each call is botocore's, with its few attempts; ``PatientStore`` waits out outages.
     """
 
+    remote = True
+    """Whether it is on the other side of a network, where outages are waited out."""
     _instead = "give it the bucket's name, and make S3Store(s3_client(), name) there"
 
     def __init__(self, client: S3Client, bucket: str) -> None:
         self.settings = s3_settings(client)
         check_bucket(bucket, self.settings)
+        if client not in _LEARNED:
+            hang_up_in_time(client)
         self._client = client
         self._bucket = bucket
         self._longest = _longest(client.meta.config)
@@ -88,7 +95,7 @@ class S3Store(NotPickled):
                     raise
                 _log.info("the store's credentials had expired; others were found (%s)", credentials.source)
             return call()
-        except (ClientError, BotoCoreError) as error:
+        except (ClientError, BotoCoreError, ResponseParserError) as error:
             raise translate(
                 error,
                 action=action,
@@ -159,7 +166,7 @@ class S3Store(NotPickled):
                     yield block
                 return
             except TransportError:
-                if not resumes:
+                if not (resumes and unlimited()):  # else whoever set the limit goes on
                     raise
                 resumes -= 1
 
@@ -170,9 +177,11 @@ class S3Store(NotPickled):
         answer = self._call(
             "s3:GetObject", key, lambda: self._client.get_object(Bucket=self._bucket, Key=key, **wanted)
         )
+        line = current_socket()
         with answer["Body"] as body:
             while block := self._call("s3:GetObject", key, lambda: body.read(_BLOCK)):
                 yield block
+                watched(line)
 
     def put(
         self,

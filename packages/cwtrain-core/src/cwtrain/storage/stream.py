@@ -18,6 +18,7 @@ whose answer was lost is known again.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from cwtrain.storage._open_uploads import UploadRecord, abort_left_open, abort_q
 from cwtrain.storage._streamed_object import StreamedObject, StreamSizes, sha256_of
 from cwtrain.storage.claim import Claim, read_claim, stream_claim, take_claim
 from cwtrain.storage.location import Location
+from cwtrain.storage.patient import deadline_of, stopping_at, waiting_out
 from cwtrain.storage.plan import SHA256_KEY, claim_name, claimed_by, conflict_error
 from cwtrain.storage.report import ObjectDigest
 from cwtrain.storage.store import ObjectInfo, ObjectStore
@@ -49,6 +51,7 @@ _IN_FLIGHT = 3
 """The pool may have so many times the size of the object that is being made."""
 _GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 10.0
+_LATE_SECONDS = 1.0
 
 
 class StreamUpload:
@@ -56,7 +59,7 @@ class StreamUpload:
 
     ``workers`` threads send. Claims are equal for all that have the same ``upload_id``. Errors of the background are
     raised by the next call: SnapshotConflictError where the identity is taken, StorageError naming the refused
-    permission, TransportError.
+    permission, TransportError, WaitTimeoutError. Outages of the store are waited out (see ``PatientStore``).
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class StreamUpload:
         max_bytes_per_second: float | None = None,
         record_directory: str | None = None,
     ) -> None:
-        self.store = store
+        self._hands = Hands(max(1, min(workers, store.max_connections)), name="cwtrain-stream")
+        self.store = stopping_at(waiting_out(store), self._hands.stopped)
+        self._deadline = deadline_of(self.store)
         self.digests: dict[str, ObjectDigest] = {}
         self.blocked_seconds = 0.0
         """How long ``write`` waited for memory."""
@@ -81,7 +86,6 @@ class StreamUpload:
         self._upload_id = upload_id
         self._claim = stream_claim(upload_id, run_id=run_id)
         self._sizes = sizes
-        self._hands = Hands(max(1, min(workers, store.max_connections)), name="cwtrain-stream")
         self._meter = Meter(stopped=self._hands.stopped, max_bytes_per_second=max_bytes_per_second)
         self._record = UploadRecord(store, location, identity, directory=record_directory)
         self._learned = learned_of(store)
@@ -149,11 +153,13 @@ class StreamUpload:
 
     def wait(self) -> None:
         """Wait until everything that was finished is in the bucket. Raises the first error."""
-        self._hands.wait()
+        if not self._hands.wait(self._patience()):
+            self._too_late()
 
     def check(self) -> None:
-        """Raise the first error of the background, if there was one."""
+        """Raise the first error of the background, if there was one, and WaitTimeoutError where the time is over."""
         self._hands.check()
+        self._deadline.check(f"writing {self._identity}")
 
     def close(self) -> None:
         """End the threads."""
@@ -174,6 +180,15 @@ class StreamUpload:
         run_all([partial(self._abort, one) for one in left], threads=4, seconds=most)
         self._record.close()
         self._free.clear()
+
+    def _patience(self) -> float | None:
+        """Return how long to wait for the threads: one that meets the end says more, if anything wakes it."""
+        left = self._deadline.left()
+        return None if left == math.inf else left + _LATE_SECONDS
+
+    def _too_late(self) -> None:
+        self._hands.fail(self._deadline.over(f"sending {self._identity}"))
+        self._hands.check()
 
     # -- for the objects, in background threads --------------------------------------------------------------------
 
@@ -231,8 +246,12 @@ class StreamUpload:
                 return memoryview(fresh(size))
             if not self._free:
                 began = time.perf_counter()
-                self._hands.changed.wait_for(lambda: self._free or self._hands.error is not None)
+                free = self._hands.changed.wait_for(
+                    lambda: self._free or self._hands.error is not None, timeout=self._patience()
+                )
                 self.blocked_seconds += time.perf_counter() - began
+                if not free:
+                    self._too_late()
                 self.check()
             return self._free.pop()
 

@@ -11,10 +11,11 @@ from cwtrain.models.text import duration, printable, size
 from cwtrain.storage._crew import Crew
 from cwtrain.storage._learned import learned_of
 from cwtrain.storage._meter import Meter
-from cwtrain.storage._open_uploads import UploadRecord, abort_left_open
-from cwtrain.storage._send import PartSizes, Sender
+from cwtrain.storage._open_uploads import KeptParts, UploadRecord, abort_left_open
+from cwtrain.storage._send import PartsGone, PartSizes, Sender
 from cwtrain.storage.claim import Claim, claim_of, take_claim
 from cwtrain.storage.location import Location
+from cwtrain.storage.patient import deadline_of, stopping_at, waiting_out
 from cwtrain.storage.plan import Standing, claim_name, claimed_by, conflict_error, stand
 from cwtrain.storage.report import ObjectDigest, UploadProgress, UploadReport
 from cwtrain.storage.store import ObjectStore
@@ -25,6 +26,7 @@ __all__ = ["PartSizes", "upload_objects"]
 _log = logging.getLogger("cwtrain.storage")
 _STILL_SECONDS = 5.0
 """Bytes that have not moved for so long are worth a word."""
+_LATE_SECONDS = 1.0
 
 
 def upload_objects(
@@ -65,10 +67,14 @@ def upload_objects(
     ``free``: the caller has just looked (``plan_upload``), and no object stands under the identity. Where the claim's
     PUT is known to tell who was first, nobody looks again then.
 
+    Outages of the store are waited out (see ``PatientStore``, which may have a deadline); what arrived stays.
     The first refusal stops the rest: open multipart uploads are aborted and that error is raised; Ctrl-C, and whatever
-    ``on_progress`` raises, do the same. Raises SnapshotChangedError when a file changes after inspection,
-    SnapshotConflictError, StorageError naming the refused permission, TransportError when the store does not answer.
+    ``on_progress`` raises, do the same. Where the time was over, or the outage did not end, they are kept: the next
+    upload from this machine goes on with their parts. Raises SnapshotChangedError when a file changes after inspection,
+    SnapshotConflictError, StorageError naming the refused permission, TransportError when the store does not answer,
+    WaitTimeoutError when the time is over.
     """
+    store = waiting_out(store)
     if workers < 1:
         raise ConfigError(f"workers is {workers}", hint="give at least one")
     if max_bytes_per_second is not None and not max_bytes_per_second > 0:
@@ -81,15 +87,22 @@ def upload_objects(
             workers,
         )
         workers = store.max_connections
-    upload = _Upload(files, store, location, identity, workers, on_progress, max_bytes_per_second, others)
-    return upload.run(
-        claim_of(files, run_id=run_id, directory=directory),
-        manifest=manifest,
-        before_index=before_index,
-        sizes=sizes,
-        record_directory=record_directory,
-        free=free,
-    )
+    claim = claim_of(files, run_id=run_id, directory=directory)
+    for go_on in (True, False):
+        upload = _Upload(files, store, location, identity, workers, on_progress, max_bytes_per_second, others)
+        try:
+            return upload.run(
+                claim,
+                manifest=manifest,
+                before_index=before_index,
+                sizes=sizes,
+                record_directory=record_directory,
+                free=free and go_on,
+                go_on=go_on,
+            )
+        except PartsGone as error:
+            _log.warning("parts that an earlier upload sent are gone, so these objects are sent anew: %s", error)
+    raise AssertionError("parts of an earlier upload were used twice")
 
 
 class _Upload:
@@ -106,11 +119,12 @@ class _Upload:
     ) -> None:
         self._files = files
         self._others = others
-        self._store = store
         self._location = location
         self._identity = identity
         self._on_progress = on_progress
         self._crew = Crew(workers, on_tick=self._tick)
+        self._store = stopping_at(store, self._crew.stopped)
+        self._deadline = deadline_of(store)
         self._meter = Meter(stopped=self._crew.stopped, max_bytes_per_second=max_bytes_per_second)
         self._total = 0
         self._reused = 0
@@ -126,6 +140,7 @@ class _Upload:
         sizes: PartSizes,
         record_directory: str | None,
         free: bool,
+        go_on: bool,
     ) -> UploadReport:
         """Do the whole of ``upload_objects``."""
         with waiting(self._in_words) as self._wait:
@@ -136,6 +151,7 @@ class _Upload:
                 sizes=sizes,
                 record_directory=record_directory,
                 free=free,
+                go_on=go_on,
             )
 
     def _run(
@@ -147,6 +163,7 @@ class _Upload:
         sizes: PartSizes,
         record_directory: str | None,
         free: bool,
+        go_on: bool,
     ) -> UploadReport:
         decides = learned_of(self._store).conditional
         if free and decides:
@@ -167,11 +184,13 @@ class _Upload:
         self._total = sum(file.size_bytes for file in missing)
         self._reused = len(self._files) - len(missing)
         digests = dict(standing.equal)
+        kept: dict[str, KeptParts] = {}
         record = UploadRecord(self._store, self._location, self._identity, directory=record_directory)
         try:
             if missing:
                 new = new and len(missing) == len(self._files) and not standing.torn
-                abort_left_open(record, self._store, self._location, self._identity, new=new)
+                wanted = {self._location.key(self._identity, file.name) for file in missing} if go_on else ()
+                kept = abort_left_open(record, self._store, self._location, self._identity, new=new, wanted=wanted)
             sender = self._sender = Sender(
                 self._store,
                 crew=self._crew,
@@ -179,6 +198,7 @@ class _Upload:
                 record=record,
                 sizes=sizes,
                 conditional=conditional,
+                kept=kept,
             )
             last = [file for file in missing if file.name == INDEX_NAME]
             self._send(sender, [file for file in missing if file.name != INDEX_NAME], standing.torn)
@@ -196,8 +216,8 @@ class _Upload:
             uri=self._location.uri(self._identity),
             uploaded=tuple(file.name for file in self._files if file.name in sent),
             reused=tuple(file.name for file in self._files if file.name not in sent),
-            uploaded_bytes=self._total,
-            reused_bytes=sum(file.size_bytes for file in self._files if file.name not in sent),
+            uploaded_bytes=self._total - sender.resumed_bytes,
+            reused_bytes=sum(file.size_bytes for file in self._files if file.name not in sent) + sender.resumed_bytes,
             seconds=self._meter.seconds,
             digests=ordered,
         )
@@ -239,13 +259,16 @@ class _Upload:
         return f"{what}: {size(self._meter.sent_bytes)} of {size(self._total)} sent{moves}"
 
     def _tick(self) -> None:
+        # The thread that meets the end says more; it may stand where nothing wakes it.
+        if self._deadline.late(_LATE_SECONDS):
+            self._deadline.check(f"sending {self._identity}")
         if self._wait is not None:
             self._wait.beat()
         if self._on_progress is None:
             return
         self._on_progress(
             UploadProgress(
-                sent_bytes=self._meter.sent_bytes,
+                sent_bytes=self._meter.sent_bytes + (self._sender.resumed_bytes if self._sender else 0),
                 total_bytes=self._total,
                 seconds=self._meter.seconds,
                 objects_done=self._reused + (self._sender.done if self._sender else 0),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import attrs
 
+from cwtrain._waiting import Deadline
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import (
     CWTrainError,
@@ -19,8 +20,6 @@ from cwtrain.errors import (
     HotLoadError,
     HotLoadFailedError,
     HotLoadInProgressError,
-    StorageError,
-    WaitTimeoutError,
 )
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._plugin import PUBLISH
@@ -39,42 +38,9 @@ __all__ = ["Budget", "Sender", "ended_badly"]
 T = TypeVar("T")
 
 _log = logging.getLogger("cwtrain.hotload")
-_LEAST_SECONDS = 0.001
-"""What is left of a time that is over, where nothing else may be asked for: a last look."""
 
-
-@attrs.define
-class Budget:
-    """The time of one call: ``seconds`` in all, or without end (None)."""
-
-    seconds: float | None
-    clock: Callable[[], float] = time.monotonic
-    began: float = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.began = self.clock()
-
-    def spent(self) -> float:
-        """Return the seconds since the start."""
-        return self.clock() - self.began
-
-    def left(self) -> float:
-        """Return the seconds that are left, infinite without an end, at least 0."""
-        return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent())
-
-    def at_most(self, seconds: float) -> float:
-        """Return ``seconds``, or what is left if that is less."""
-        return max(_LEAST_SECONDS, min(seconds, self.left()))
-
-    def check(self, what: str) -> None:
-        """Raise WaitTimeoutError if the time is over; ``what`` says what was being done."""
-        if not self.left():
-            raise WaitTimeoutError(
-                f"the {self.seconds:g} s of this call are over; it was {what}",
-                last_seen=what,
-                hint="the same call goes on where this one stopped. CWTRAIN_HOTLOAD_DEADLINE sets the time; a full "
-                "snapshot takes longest",
-            )
+Budget = Deadline
+"""The time of one call."""
 
 
 @attrs.define
@@ -89,6 +55,16 @@ class Sender:
     replicas: int | None = None
     """How many replicas the last hot-load had, as far as they were seen."""
 
+    @contextlib.contextmanager
+    def within(self, budget: Budget) -> Iterator[None]:
+        """Have everything that is asked for in one call over when its time is: of the API, and of the store."""
+        whole = self.loader
+        self.loader = whole.within(budget)
+        try:
+            yield
+        finally:
+            self.loader = whole
+
     # -- outages ---------------------------------------------------------------------------------------------------
 
     def through_outages(self, call: Callable[[], T], budget: Budget, what: str) -> T:
@@ -102,11 +78,13 @@ class Sender:
             try:
                 return call()
             except CWTrainError as error:
-                if not _passes(error):
+                if not is_retryable(error):
                     raise
                 now = self.clock()
                 began = now if began is None else began
                 left = min(budget.left(), self.settings.timeout - (now - began))
+                if not budget.left():
+                    raise budget.over(what, error) from error
                 if left <= 0:
                     raise
                 _log.warning("%s: no usable answer, trying again for %.0f s: %s", what, min(left, 1e9), error)
@@ -144,12 +122,12 @@ class Sender:
 
     def wait(self, hot_load_id: str, budget: Budget) -> HotLoad:
         """Return a hot-load that has COMPLETED. Raises as ``HotLoader.wait``."""
-        seconds = budget.at_most(self.settings.timeout)
-        return self.through_outages(
-            lambda: self.loader.wait(hot_load_id, timeout=seconds, on_progress=self._watch(budget)),
-            budget,
-            "waiting for a hot-load",
-        )
+
+        def attempt() -> HotLoad:
+            seconds = budget.at_most(self.settings.timeout)
+            return self.loader.wait(hot_load_id, timeout=seconds, on_progress=self._watch(budget))
+
+        return self.through_outages(attempt, budget, "waiting for a hot-load")
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +178,7 @@ class Sender:
         identity = snapshot.identity if isinstance(snapshot, WrittenSnapshot) else snapshot
 
         def attempt() -> HotLoad:
+            budget.check(f"about to ask for the hot-load of {identity}")
             return self.loader.trigger(
                 snapshot,
                 previous_identity=previous_identity,
@@ -303,12 +282,3 @@ class Sender:
 def ended_badly(error: CWTrainError) -> bool:
     """Return whether the service says that a hot-load FAILED or was CANCELED."""
     return isinstance(error, (HotLoadFailedError, HotLoadCanceledError))
-
-
-def _passes(error: CWTrainError) -> bool:
-    """Return whether this is an outage of the service or of the store, which passes."""
-    if isinstance(error, StorageError):
-        return error.status is not None and (
-            error.status in (408, 429) or (error.status >= 500 and error.status != 501)
-        )
-    return is_retryable(error)
