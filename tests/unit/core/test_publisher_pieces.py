@@ -87,7 +87,7 @@ def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_last_state(tmp_p
     made = journal(tmp_path)
     saved = made.save(made.state.opened(1))
     (tmp_path / "journal.json.new").mkdir()
-    with pytest.raises(SnapshotError, match="the journal cannot be written") as caught:
+    with pytest.raises(ConfigError, match="the journal cannot be written") as caught:
         made.save(saved.opened(2))
     assert caught.value.hint
     assert made.state == saved

@@ -464,6 +464,6 @@ def test_a_full_snapshot_is_made_of_a_full_checkpoint(tmp_path):
 
 
 def test_names_that_mean_something_elsewhere(tmp_path):
-    tensors = {"format": ("U8", [2], b"ab"), "total_size": ("U8", [1], b"c"), "": ("U8", [1], b"d")}
+    tensors = {"format": ("U8", [2], b"ab"), "total_size": ("U8", [1], b"c"), "weight": ("U8", [1], b"d")}
     out = write_full_snapshot(sf.write_full(tmp_path / "a", tensors), tmp_path / "out")
     assert inspect_snapshot(out, verify="full").tensors == 3

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import ConfigError, CWTrainError, HotLoadError, StorageAccessError, StorageNotFoundError
-from cwtrain.models.service import Deployment, ResourceStatus
+from cwtrain.models.service import Deployment, HotLoadState, ResourceStatus
 from cwtrain.models.snapshot import LocalSnapshot
 from cwtrain_slime._dialect import Dialect
 from cwtrain_slime._findings import Finding, finding
@@ -214,7 +214,27 @@ def check_endpoint(
         overrides |= _where(loader, environ, token)
         return list(_answers(dialect, flags, RolloutConfig.from_env(environ, **overrides), loader.client))
     except CWTrainError as exc:
+        if _has_no_weights(loader, exc):
+            return [
+                finding(
+                    "no-weights",
+                    f"deployment {loader.deployment_id} answers that it serves no weights yet, and no hot-load of it "
+                    "has been completed: what its answers are like cannot be seen before the first one",
+                    "run the check with --publish-base, or let the run's first call publish the base",
+                )
+            ]
         return [_said("endpoint", exc, "look at the gateway, the model's name and the key")]
+
+
+def _has_no_weights(loader: HotLoader, error: CWTrainError) -> bool:
+    """Return whether a new deployment refuses (503) because nothing was ever loaded into it."""
+    if not str(getattr(error, "last", None) or "").startswith("HTTP 503"):
+        return False
+    try:
+        hot_loads = list(loader.client.list_hot_loads(loader.deployment_id))
+    except CWTrainError:
+        return False
+    return not any(one.state is HotLoadState.COMPLETED for one in hot_loads)
 
 
 def _where(loader: HotLoader, environ: Mapping[str, str], token: str | None) -> dict[str, Any]:

@@ -71,6 +71,7 @@ LEVELS: Final = {
     "base-unpublished": Level.WARNING,
     "base-failed": Level.ERROR,
     "endpoint": Level.ERROR,
+    "no-weights": Level.WARNING,
     "log-probs": Level.ERROR,
     "log-probs-raw": Level.WARNING,
 }

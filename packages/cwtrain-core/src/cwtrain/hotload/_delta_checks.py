@@ -77,7 +77,7 @@ def _list(names: list[str]) -> str:
 def scan_full(path: str | os.PathLike[str]) -> Inspection:
     """Return the inspection of a full checkpoint; SnapshotLayoutError if it is something else."""
     source = os.path.abspath(os.fspath(path))
-    found = scan(source, previous_identity=source, allow_empty_delta=True)
+    found = scan(source, previous_identity=source, allow_empty_delta=True, any_names=True)
     assert found.index is not None  # scan() raised otherwise
     if is_delta(found.index):
         raise_problems(source, [f"{INDEX_NAME}: this is a delta; a full snapshot is written from a full checkpoint"])

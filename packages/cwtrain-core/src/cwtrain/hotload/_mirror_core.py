@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -20,7 +19,6 @@ from cwtrain.errors import (
     MirrorMissingError,
     SnapshotChainError,
     SnapshotChangedError,
-    SnapshotError,
 )
 from cwtrain.hotload._mirror_disk import Disk
 from cwtrain.hotload._mirror_files import REBUILD, Layout, Shard, read_shard
@@ -29,6 +27,7 @@ from cwtrain.hotload._mirror_lock import MirrorLock
 from cwtrain.hotload._mirror_slots import SlotWriter, missing_bytes
 from cwtrain.hotload._mirror_state import State, load_state, save_state
 from cwtrain.snapshots._parallel import worker_count
+from cwtrain.snapshots._write import NoRoomError, is_full, naming_full_disk
 from cwtrain.snapshots.changes import DeltaDirectory
 from cwtrain.snapshots.checkpoint import Checkpoint, Tensor
 from cwtrain.snapshots.identity import version_number
@@ -100,7 +99,8 @@ class MirrorCore(OneProcess):
             )
         self._lock = MirrorLock(self._layout.root, self._layout.hidden)
         try:
-            self._state, self._shards = self._recover()
+            with naming_full_disk(self._layout.root):
+                self._state, self._shards = self._recover()
         except BaseException:
             self._lock.release()
             raise
@@ -268,8 +268,9 @@ class MirrorCore(OneProcess):
         writer = SlotWriter(self._disk, self._layout, shards, written)
         missing = missing_bytes(self._layout, shards)
         if missing and (free := self._disk.free_bytes(self._layout.hidden)) < missing:
-            raise SnapshotError(
+            raise NoRoomError(
                 f"{self._layout.root}: the next version needs {missing} bytes more, {free} are free",
+                place=self._layout.root,
                 hint="make room, or let the mirror work in place (in_place=None or True)",
             )
         self._disk.close([self._disk.open(self._layout.mark, create=True)])
@@ -280,9 +281,10 @@ class MirrorCore(OneProcess):
             yield writer
         except BaseException as error:
             self._shards = self._with_state(self._state)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise SnapshotError(
+            if is_full(error):
+                raise NoRoomError(
                     f"{self._layout.root}: the disk is full; the mirror still holds version {self.version}",
+                    place=self._layout.root,
                     hint="make room, or let the mirror work in place (in_place=True)",
                 ) from error
             raise
@@ -323,9 +325,10 @@ class MirrorCore(OneProcess):
             self._shards = {name: read_shard(self._layout, name, item) for name, item in self._state.shards.items()}
             self._layout.show(self._disk, self._state)
             self._broken = None
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise SnapshotError(
+            if is_full(error):
+                raise NoRoomError(
                     f"{self._layout.root}: the disk is full; the mirror still holds version {self.version}",
+                    place=self._layout.root,
                     hint="make room: an update in place needs little more than the delta's size",
                 ) from error
             raise

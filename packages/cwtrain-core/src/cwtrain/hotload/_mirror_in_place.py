@@ -34,6 +34,7 @@ from cwtrain.snapshots._codec import CHUNK_BYTES
 from cwtrain.snapshots._files import RegularFile
 from cwtrain.snapshots._patch import Blobs, Patcher
 from cwtrain.snapshots._spans import Part
+from cwtrain.snapshots._write import is_full
 from cwtrain.snapshots._zstd import encoder_library
 from cwtrain.snapshots.changes import Change, DeltaDirectory, open_delta
 from cwtrain.snapshots.checkpoint import Checkpoint, Tensor
@@ -218,6 +219,8 @@ def undo(disk: Disk, layout: Layout) -> None:
             journal = _Journal(disk, pending, "undo")
             _apply_again(layout, paths, fds, done, back, journal)
     except (ChecksumError, SnapshotChangedError, OSError) as error:
+        if is_full(error):  # nothing is lost: it can be undone as soon as there is room
+            raise
         raise MirrorDamagedError(
             f"{layout.root}: an update in place cannot be undone: {error}", hint=REBUILD
         ) from error

@@ -24,7 +24,7 @@ from cwtrain.hotload._mirror_disk import Disk
 from cwtrain.hotload._mirror_make import replacing, settle
 from cwtrain.hotload._mirror_slots import SlotWriter
 from cwtrain.hotload.delta import DeltaStats, write_delta_between, write_full_snapshot
-from cwtrain.snapshots._write import staged_directory
+from cwtrain.snapshots._write import naming_full_disk, staged_directory
 from cwtrain.snapshots.changes import open_delta
 from cwtrain.snapshots.checkpoint import open_checkpoint
 from cwtrain.snapshots.manifest import ObjectSum, build_manifest
@@ -75,7 +75,7 @@ class WeightMirror(MirrorCore):
         """
         disk = disk or Disk()
         target = os.path.realpath(os.fspath(root))
-        with replacing(target, replace) as place, staged_directory(place) as stage:
+        with naming_full_disk(target), replacing(target, replace) as place, staged_directory(place) as stage:
             write_full_snapshot(base, os.path.join(stage, "full"), checksums, workers=workers, on_progress=on_progress)
             settle(disk, stage, str(version))
         return cls(target, workers=workers, in_place=in_place, disk=disk)
@@ -106,7 +106,7 @@ class WeightMirror(MirrorCore):
 
         target = os.path.realpath(os.fspath(root))
         chain = resolve_chain(store, location, identity)
-        with replacing(target, True) as place:
+        with naming_full_disk(target), replacing(target, True) as place:
             work = f"{place}.download"
             try:
                 for number, link in enumerate(chain):
@@ -165,7 +165,7 @@ class WeightMirror(MirrorCore):
         tensor that is not in the mirror, ChecksumError that names all tensors that do not come out right, SnapshotError
         if the disk is full. Then nothing has changed.
         """
-        with self._mutex:
+        with self._mutex, naming_full_disk(self._layout.root):
             self._check_usable()
             base = self._checkpoint()
             change = open_delta(delta, base=base)
@@ -174,7 +174,7 @@ class WeightMirror(MirrorCore):
 
     def advance(self, version: str) -> None:
         """Say that the mirror's bytes are those of ``version`` too: an empty delta."""
-        with self._mutex:
+        with self._mutex, naming_full_disk(self._layout.root):
             self._check_usable()
             self._switch(str(version), {})
 
@@ -193,7 +193,7 @@ class WeightMirror(MirrorCore):
         be applied. Raises what ``cwtrain.hotload.delta.write_delta`` raises; then nothing has changed. Where the disk
         has no room for second files it takes two passes.
         """
-        with self._mutex:
+        with self._mutex, naming_full_disk(self._layout.root):
             self._check_usable()
             current = open_checkpoint(new)
             base = self._checkpoint()

@@ -379,13 +379,7 @@ def _not_accepted(work: Work, hot_load_id: str | None, deadline: Deadline, error
 
 
 def _ended_badly(hot_load: HotLoad, replicas: Sequence[HotLoadReplica]) -> HotLoadError:
-    reasons = [
-        f"{condition.type or 'condition'}: {condition.reason} {condition.message}".strip()
-        for condition in hot_load.status.conditions
-        if condition.message or condition.reason
-    ]
-    reasons += [f"replica {replica.name}: {replica.error_reason}" for replica in replicas if replica.error_reason]
-    text = "; ".join(reasons) or "the service gives no reason"
+    text = "; ".join(_reasons(hot_load, replicas)) or "the service gives no reason"
     canceled = hot_load.state is HotLoadState.CANCELED
     return (HotLoadCanceledError if canceled else HotLoadFailedError)(
         f"hot-load {hot_load.id} of {hot_load.identity} ended as {hot_load.state}: {text}",
@@ -393,3 +387,24 @@ def _ended_badly(hot_load: HotLoad, replicas: Sequence[HotLoadReplica]) -> HotLo
         hint="the deployment may serve either version on some replicas: publish again, or go back with "
         "`cwtrain hotload rollback`",
     )
+
+
+def _reasons(hot_load: HotLoad, replicas: Sequence[HotLoadReplica]) -> list[str]:
+    """Return why a hot-load ended, each reason once: a condition repeats what its replicas say, and they each other."""
+    of_replicas: dict[str, list[str]] = {}
+    for replica in replicas:
+        if replica.error_reason:
+            of_replicas.setdefault(replica.error_reason, []).append(replica.name)
+    found = []
+    for condition in hot_load.status.conditions:
+        message = condition.message
+        for reason, names in of_replicas.items():
+            for name in names:
+                message = message.replace(f"{name}: {reason}", "")
+        parts = [part.strip() for part in message.split(";")]
+        message = "" if message in of_replicas else "; ".join(one for one in parts if one and one not in of_replicas)
+        if condition.message or condition.reason:
+            found.append(f"{condition.type or 'condition'}: {condition.reason} {message}".strip())
+    for reason, names in of_replicas.items():
+        found.append(f"{'replicas' if len(names) > 1 else 'replica'} {', '.join(names)}: {reason}")
+    return list(dict.fromkeys(found))

@@ -16,8 +16,33 @@ from typing import IO, cast
 
 from cwtrain.errors import SnapshotError
 
+
+class NoRoomError(SnapshotError):
+    """The disk of ``place`` is full, or has too little room for what is to be written."""
+
+    def __init__(self, message: str, *, place: str, hint: str = "make room, or write to another disk") -> None:
+        super().__init__(message, hint=hint)
+        self.place = place
+
+
 Stored = bytes | tuple[int, int]
 """A piece that a ``Spill`` keeps: itself, or where it lies in the file."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether ``error`` is the system's word for a full disk, or a quota that is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def naming_full_disk(place: str) -> Iterator[None]:
+    """Raise NoRoomError naming ``place`` in place of the system's word for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise NoRoomError(f"{place}: the disk is full", place=place) from error
 
 
 @contextmanager
@@ -42,17 +67,27 @@ def staged_directory(out: str) -> Iterator[str]:
     try:
         yield stage
         _sync_directory(stage)
-        os.rename(stage, out)  # also onto an empty directory
+        _into_place(stage, out)
         _sync_directory(parent)
     except BaseException as error:
         shutil.rmtree(stage, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             free = shutil.disk_usage(parent).free
-            raise SnapshotError(
-                f"{out}: the disk is full ({free} bytes are free now that what was written is removed)",
-                hint="make room, or write to another disk",
+            raise NoRoomError(
+                f"{out}: the disk is full ({free} bytes are free now that what was written is removed)", place=out
             ) from error
         raise
+
+
+def _into_place(stage: str, out: str) -> None:
+    try:
+        os.rename(stage, out)  # also onto an empty directory
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise SnapshotError(
+            f"{out}: exists, it was made meanwhile by another process", hint="look at it, or write into a new directory"
+        ) from error
 
 
 def _sync_directory(path: str) -> None:
@@ -111,13 +146,11 @@ def require_space(
     *,
     free: Callable[[str], int] = lambda path: shutil.disk_usage(path).free,
 ) -> None:
-    """Raise SnapshotError if fewer than ``need_bytes`` are free where ``directory`` lies."""
+    """Raise NoRoomError, which is a SnapshotError, if fewer than ``need_bytes`` are free where ``directory`` lies."""
     have = free(directory)
     if have < need_bytes:
-        raise SnapshotError(
-            f"{os.path.dirname(directory)}: {what} needs {need_bytes} bytes, {have} are free",
-            hint="make room, or write to another disk",
-        )
+        place = os.path.dirname(directory)
+        raise NoRoomError(f"{place}: {what} needs {need_bytes} bytes, {have} are free", place=place)
 
 
 class Spill:

@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 
-from cwtrain.errors import ConfigError, SnapshotError
+from cwtrain.errors import ConfigError
 from cwtrain.hotload._mirror_lock import MirrorLock
 from cwtrain.hotload._publish.state import SCHEMA_VERSION, Acknowledged, State, from_json, to_json
 from cwtrain.snapshots._json import parse_json
@@ -78,7 +78,7 @@ class Journal:
         try:
             self._write(json.dumps(to_json(state), indent=1, sort_keys=True).encode())
         except OSError as error:
-            raise SnapshotError(
+            raise ConfigError(
                 f"{self._path}: the journal cannot be written: {error.strerror}",
                 hint="make room, or let this process write there; then the same call goes on where it stopped",
             ) from error
