@@ -69,8 +69,13 @@ class _Drawing:
         labels = _labels([key for key, _ in plain])
         broad = max((_cells(label) for label in labels), default=0)
         for label, (key, item) in zip(labels, plain, strict=True):
-            text = self._cell((*path, *key), item) or ("none" if item == [] or item == {} else "-")
-            yield from self._field(label, text, broad, indent)
+            # Sentences stand in lines of their own; words are listed.
+            texts = (
+                item if isinstance(item, list) and any(isinstance(one, str) and " " in one for one in item) else [item]
+            )
+            for number, one in enumerate(texts):
+                text = self._cell((*path, *key), one) or ("none" if one == [] or one == {} else "-")
+                yield from self._field("" if number else label, text, broad, indent)
         first = not plain
         for key, item in nested:
             if not first and not indent:
@@ -86,6 +91,10 @@ class _Drawing:
     def _field(self, label: str, text: str, broad: int, indent: int) -> Iterator[str]:
         head = f"{'':{indent}}{_padded(label, broad)}{'':{_GAP}}"
         room = None if self._width is None else self._width - _cells(head)
+        if room is not None and _longest_word(text) > room:  # on a line of its own there is more
+            yield head
+            head = " " * (indent + _GAP)
+            room = self._width - _cells(head) if self._width is not None else None
         first, *more = _folded(text, room)
         yield head + first
         yield from (f"{'':{_cells(head)}}{line}" for line in more)

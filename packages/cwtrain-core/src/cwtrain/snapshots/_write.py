@@ -20,7 +20,9 @@ from cwtrain.errors import SnapshotError
 class NoRoomError(SnapshotError):
     """The disk of ``place`` is full, or has too little room for what is to be written."""
 
-    def __init__(self, message: str, *, place: str, hint: str = "make room, or write to another disk") -> None:
+    def __init__(
+        self, message: str, *, place: str = "", hint: str | None = "make room, or write to another disk"
+    ) -> None:
         super().__init__(message, hint=hint)
         self.place = place
 
