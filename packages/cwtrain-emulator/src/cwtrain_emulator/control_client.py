@@ -85,6 +85,8 @@ class Control:
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Call one of the own routes; `path` begins after ``/emulator/v1``. Raises ControlError."""
+        if not all("!" <= char <= "~" for char in self._token):
+            raise ControlError("the token (COREWEAVE_API_TOKEN) holds a line end, a blank or the like")
         request = urllib.request.Request(  # noqa: S310
             f"{self._base_url}/emulator/v1{path}",
             method=method,

@@ -6,6 +6,7 @@ A refusal names the permission, the bucket and the key; a signature problem name
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,15 @@ from cwtrain.errors import (
 if TYPE_CHECKING:
     from cwtrain.storage.s3 import S3Settings
 
-__all__ = ["expired", "translate"]
+__all__ = ["expired", "quotes_a_header", "translate"]
 
 _QUOTED = 500
+_SIGNED = re.compile(
+    r"AWS4-HMAC-SHA256\s+Credential=[^'\"]*|AWS [^\s:]+:[A-Za-z0-9+/=]{20,}|"
+    r"(?i:(?:Credential|Signature|X-Amz-Signature|X-Amz-Credential|X-Amz-Security-Token)=)[^&\s,'\"<]+|"
+    r"(?i:Bearer )[^\s'\"]+"
+)
+"""What signs a request, as libraries and stores quote it."""
 
 _NO_CREDENTIALS = (
     boto.NoCredentialsError,
@@ -92,7 +99,12 @@ def translate(
     if isinstance(error, boto.ClientError):
         return _refusal(error, what, place, settings, credentials, scrub)
     at = f" at {settings.endpoint_url}" if settings else ""
-    text = quote(scrub.text(hide_user_info(str(error))), _QUOTED)
+    text = quote(scrub.text(_hidden(str(error))), _QUOTED)
+    if quotes_a_header(error):
+        return ConfigError(
+            f"{what}: a header of the request holds a line end or a control character and cannot be sent",
+            hint="look at the credentials that the client was made with: they have no blanks, line ends or notes",
+        )
     if isinstance(error, _NO_CREDENTIALS):
         return StorageAccessError(
             f"{what}: there are no usable S3 credentials ({text})",
@@ -143,7 +155,7 @@ def _refusal(
 ) -> StorageError:
     answer: dict[str, Any] = scrub.data(dict(error.response))
     code = str(answer.get("Error", {}).get("Code") or "")
-    message = quote(str(answer.get("Error", {}).get("Message") or ""), _QUOTED)
+    message = quote(_hidden(str(answer.get("Error", {}).get("Message") or "")), _QUOTED)
     meta = answer.get("ResponseMetadata", {})
     status = meta.get("HTTPStatusCode")
     place |= {"code": code or None, "status": status, "request_id": meta.get("RequestId") or None}
@@ -247,3 +259,13 @@ def _other_style(settings: S3Settings | None) -> str:
 
 def _at(settings: S3Settings | None) -> str:
     return f" at {settings.endpoint_url} in {settings.region!r}" if settings else ""
+
+
+def quotes_a_header(error: Exception) -> bool:
+    """Return whether the library could not send a header, and quotes all of it: its cause must not be shown either."""
+    return "invalid header" in str(error).lower()
+
+
+def _hidden(text: str) -> str:
+    """Return ``text`` in one line, without what signs a request and without passwords in URLs."""
+    return hide_user_info(_SIGNED.sub("***", " ".join(text.split())))

@@ -16,7 +16,7 @@ from cwtrain.models.text import printable
 from cwtrain.storage._learned import Learned
 from cwtrain.storage._limits import current_socket, unlimited, watched
 from cwtrain.storage._signing import credentials_of
-from cwtrain.storage._translate import expired, translate
+from cwtrain.storage._translate import expired, quotes_a_header, translate
 from cwtrain.storage._wire import hang_up_in_time, leave_connections
 from cwtrain.storage.s3 import check_bucket, s3_settings
 from cwtrain.storage.store import Body, ObjectInfo, OpenUpload
@@ -104,7 +104,7 @@ class S3Store(NotPickled):
                 settings=self.settings,
                 credentials=credentials.source if credentials is not None else None,
                 secrets=(used.secret_key, used.token) if used is not None else (),
-            ) from error
+            ) from (None if quotes_a_header(error) else error)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return what is known of an object, None when it is not there."""

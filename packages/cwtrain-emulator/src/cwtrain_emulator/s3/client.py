@@ -303,4 +303,10 @@ def credentials_from_env(environ: Mapping[str, str] | None = None) -> tuple[str,
     access, secret = values.get("AWS_ACCESS_KEY_ID", ""), values.get("AWS_SECRET_ACCESS_KEY", "")
     if not access or not secret:
         raise ValueError("an external S3 endpoint needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-    return access, secret, values.get("AWS_SESSION_TOKEN", "")
+    token = values.get("AWS_SESSION_TOKEN", "")
+    given = {"AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret, "AWS_SESSION_TOKEN": token}
+    for name, value in given.items():
+        # In a header the HTTP library would quote it, signature and all.
+        if not all("!" <= char <= "~" for char in value):
+            raise ValueError(f"{name} holds a line end, a blank or another character that no key has")
+    return access, secret, token
