@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from cwtrain.snapshots._files import RegularFile, list_directory
+from cwtrain.snapshots._files import RegularFile
 from cwtrain.snapshots._json import parse_json
-from cwtrain.snapshots._sidefiles import is_side_file
+from cwtrain.snapshots._sidefiles import ADAPTER, adapter_trouble, is_side_file, list_with_templates
 from cwtrain.snapshots.checkpoint import raise_problems
 
 __all__ = ["read_side_files"]
@@ -20,7 +20,7 @@ def read_side_files(path: str, *, only_check: bool = False) -> dict[str, bytes]:
 
     Raises SnapshotLayoutError with everything that is wrong: no ``config.json``, dangling links, an adapter.
     """
-    listing = list_directory(path)
+    listing = list_with_templates(path)
     names = [name for name, entry in listing.items() if is_side_file(name) and not entry.directory]
     problems = [f"{name}: {listing[name].trouble}" for name in names if listing[name].trouble]
     problems += [
@@ -30,8 +30,8 @@ def read_side_files(path: str, *, only_check: bool = False) -> dict[str, bytes]:
     ]
     if _CONFIG not in names:
         problems.append(f"{_CONFIG}: is not there; give the directory of a full checkpoint")
-    if "adapter_config.json" in listing:
-        problems.append("adapter_config.json: this is an adapter; merge it into its base model first")
+    if ADAPTER in listing and (trouble := adapter_trouble(path, listing, model=_CONFIG in names)):
+        problems.append(trouble)
     raise_problems(path, problems)
     config = _read(path, _CONFIG)
     try:

@@ -50,6 +50,7 @@ from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.hotload.upload import require_bytes
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.snapshots._inputs import TensorInput, checkpoint_input, tensor_input
+from cwtrain.snapshots._model_rules import wrapped_names
 from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
 from cwtrain.snapshots.checkpoint import open_checkpoint
 from cwtrain.snapshots.header import unfit_names
@@ -349,6 +350,8 @@ class SnapshotWriter(OneProcess):
             )
         if name in self._added:
             raise SnapshotError(f"tensor {name!r} comes twice", hint="add each tensor once, on one rank")
+        if wrapped := wrapped_names([name]):
+            raise SnapshotError(wrapped)
         if self._full:
             self._types[name] = kind
             if self._base is not None:

@@ -96,6 +96,7 @@ def _head(tensors: list[Tensor], known: Collection[str], checksums: Mapping[str,
 
 def _copy_side_file(found: Inspection, name: str, stage: str) -> None:
     entry = found.listing[name]
+    os.makedirs(os.path.dirname(os.path.join(stage, name)), exist_ok=True)
     with RegularFile(found.place(name), label=name) as source, synced_file(os.path.join(stage, name)) as file:
         for block in source.blocks(0, entry.size_bytes):
             file.write(block)

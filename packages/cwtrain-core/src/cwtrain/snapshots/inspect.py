@@ -16,8 +16,9 @@ from cwtrain.snapshots._delta_rules import Versions, check_blobs, check_formats,
 from cwtrain.snapshots._digests import recorded_digest
 from cwtrain.snapshots._files import Entry, RegularFile, list_directory
 from cwtrain.snapshots._json import MAX_JSON_BYTES
+from cwtrain.snapshots._model_rules import end_tokens_trouble, has_tokenizer, quantisation_trouble, wrapped_names
 from cwtrain.snapshots._shards import NUMBERED, Shards, read_shards, take_spare, without_duplicates
-from cwtrain.snapshots._sidefiles import is_side_file
+from cwtrain.snapshots._sidefiles import ADAPTER, TEMPLATES, adapter_trouble, is_side_file, list_with_templates
 from cwtrain.snapshots._sniff import describe_content
 from cwtrain.snapshots.checkpoint import SINGLE_NAME, raise_problems
 from cwtrain.snapshots.header import Header, read_header, unfit_names
@@ -26,7 +27,7 @@ from cwtrain.snapshots.index import dump_index, generate_index, is_delta, read_i
 __all__ = ["Inspection", "inspect_snapshot", "late_files", "scan"]
 
 _CONFIG = "config.json"
-_ADAPTER = "adapter_config.json"
+_GENERATION = "generation_config.json"
 
 
 @attrs.define(kw_only=True)
@@ -41,6 +42,8 @@ class Inspection:
     side_files: list[str] = attrs.field(factory=list)
     index: dict[str, Any] | None = None
     index_generated: bool = False
+    config: dict[str, Any] | None = None
+    """``config.json``, where it could be read."""
     shards: Shards | None = None
     checksums: dict[str, str] = attrs.field(factory=dict)
     versions: Versions = attrs.field(factory=Versions)
@@ -115,12 +118,7 @@ def scan(
     ``foreign_formats`` lets deltas through whose encoding or checksum the service does not take, but we can read;
     ``any_names`` lets tensors through whose names may not be published.
     """
-    found = Inspection(path=place, listing=list_directory(place))
-    if _ADAPTER in found.listing:
-        found.problems.append(
-            f"{_ADAPTER}: this is an adapter (LoRA) checkpoint, the service takes whole models; merge it into its base "
-            "(peft: model.merge_and_unload().save_pretrained(DIR)) and publish the result"
-        )
+    found = Inspection(path=place, listing=list_with_templates(place))
     _read_index(found)
     delta = found.index is not None and is_delta(found.index)
     _read_config(found, required=not delta)
@@ -145,7 +143,18 @@ def scan(
                 f"{INDEX_NAME}: names that are blank or have control characters are no names of tensors: "
                 f"{', '.join(map(repr, unfit))}; rename them where the checkpoint is written"
             )
+        if not any_names and (wrapped := wrapped_names(found.shards.weight_map)):
+            found.problems.append(f"{INDEX_NAME}: {wrapped}")
         _sort_files(found, found.index, found.shards, delta=delta)
+        if not delta:
+            _check_model(found, found.shards)
+    if ADAPTER in found.listing:
+        trouble = adapter_trouble(place, found.listing, model=found.shards is not None and not delta)
+        if trouble:
+            found.problems.append(trouble)
+        else:
+            found.warnings.append(f"{ADAPTER}: left out, it is left over from an adapter that was merged")
+            found.left_out.append(ADAPTER)
     raise_problems(place, found.problems)
     return found
 
@@ -244,7 +253,7 @@ def _what_instead(listing: Mapping[str, Entry]) -> str:
     inner = [name for name, entry in listing.items() if entry.directory and name.startswith("weight_v")]
     if inner:
         return f"give one of the versions in it, for example {inner[-1]}"
-    if _ADAPTER in listing:
+    if ADAPTER in listing:
         return "an adapter alone is no model"
     return "give the directory of a checkpoint in safetensors format"
 
@@ -254,28 +263,52 @@ def _read_config(found: Inspection, *, required: bool) -> None:
         if required:
             found.problems.append(f"{_CONFIG}: is not there; copy it from the model that the training started from")
         return
-    if not found.usable(_CONFIG):
-        return
-    try:
-        with RegularFile(found.place(_CONFIG), label=_CONFIG) as file:
-            if file.size_bytes > MAX_JSON_BYTES:
-                found.problems.append(f"{_CONFIG}: has {file.size_bytes} bytes; no configuration is that long")
-                return
-            raw = file.read(0, file.size_bytes)
-    except SnapshotLayoutError as error:
-        found.problems.extend(error.problems)
-        return
-    if trouble := _config_trouble(raw):
-        found.problems.append(f"{_CONFIG}: {trouble}")
+    if found.usable(_CONFIG):
+        try:
+            found.config = _read_object(found, _CONFIG)
+        except SnapshotLayoutError as error:
+            found.problems.extend(error.problems)
 
 
-def _config_trouble(raw: bytes) -> str | None:
+def _read_object(found: Inspection, name: str) -> dict[str, Any]:
+    """Return the JSON object in a side file. Raises SnapshotLayoutError."""
+    with RegularFile(found.place(name), label=name) as file:
+        if file.size_bytes > MAX_JSON_BYTES:
+            raise _refused(f"{name}: has {file.size_bytes} bytes; no configuration is that long")
+        raw = file.read(0, file.size_bytes)
     # More lenient than an index: published configurations have NaN, Infinity and keys given twice.
     try:
         value = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        return describe_content(raw) or f"is not JSON ({error}); copy it again from the model"
-    return None if isinstance(value, dict) else "is not a JSON object; copy it again from the model"
+        trouble = describe_content(raw) or f"is not JSON ({error}); copy it again from the model"
+        raise _refused(f"{name}: {trouble}") from None
+    if not isinstance(value, dict):
+        raise _refused(f"{name}: is not a JSON object; copy it again from the model")
+    return value
+
+
+def _refused(problem: str) -> SnapshotLayoutError:
+    return SnapshotLayoutError(problem, problems=[problem])
+
+
+def _check_model(found: Inspection, shards: Shards) -> None:
+    """Warn about what an engine would read otherwise than the trainer meant it."""
+    config = found.config or {}
+    dtypes = {name: tensor.dtype for name, _, tensor in shards.tensors()}
+    if found.config is not None and (trouble := quantisation_trouble(config, dtypes)):
+        found.warnings.append(trouble)
+    if _GENERATION in found.side_files:
+        try:
+            ends = end_tokens_trouble(config, _read_object(found, _GENERATION))
+        except SnapshotLayoutError as error:
+            found.warnings += [f"{problem}; an engine may stop at it" for problem in error.problems]
+        else:
+            found.warnings += [ends] if ends else []
+    if not has_tokenizer(found.side_files):
+        found.warnings.append(
+            "there is no tokenizer file: an engine that reads the tokenizer with the weights has none; copy the "
+            "tokenizer's files from the model that the training started from"
+        )
 
 
 def _check_delta(
@@ -324,10 +357,11 @@ def _sort_files(found: Inspection, index: Mapping[str, Any], shards: Shards, *, 
     """Decide for each name in the directory: shard, side file, left out, or refused."""
     named = {shard for shard in shards.weight_map.values() if isinstance(shard, str)}
     for name, entry in found.listing.items():
-        if name in named or name in (INDEX_NAME, _ADAPTER):
+        if name in named or name in (INDEX_NAME, ADAPTER):
             continue
         if entry.directory:
-            found.left_out.append(f"{_shown(name)}/")
+            if name != TEMPLATES:
+                found.left_out.append(f"{_shown(name)}/")
         elif name.endswith(".safetensors") and not name.startswith("."):
             if NUMBERED.fullmatch(name):
                 if delta and entry.trouble is None and take_spare(shards, name):
