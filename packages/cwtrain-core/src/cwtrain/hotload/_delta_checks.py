@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from cwtrain.errors import ChecksumError, ConfigError
 from cwtrain.models.snapshot import INDEX_NAME
+from cwtrain.snapshots._model_rules import quantisation_difference, wrapped_names
 from cwtrain.snapshots.checkpoint import Checkpoint, Tensor, raise_problems
 from cwtrain.snapshots.identity import version_number
 from cwtrain.snapshots.index import is_delta
@@ -14,6 +18,7 @@ from cwtrain.snapshots.inspect import Inspection, scan
 
 __all__ = ["check_same_tensors", "compare", "keep", "scan_full", "versions"]
 
+_log = logging.getLogger("cwtrain.hotload")
 _EXAMPLES = 5
 
 
@@ -64,7 +69,22 @@ def check_same_tensors(old: Checkpoint, new: Checkpoint) -> None:
         hints.append(
             "the base must be byte for byte what the deployment has: export the new one in its dtypes and shapes"
         )
+    if wrapped := wrapped_names(new.tensors):
+        problems.append(wrapped)
+    here, there = _config(new), _config(old)
+    if here is not None and there is not None and (trouble := quantisation_difference(here, there, old.path)):
+        _log.warning("%s: %s", new.path, trouble)
     raise_problems(f"{old.path} and {new.path}", problems, hint="; ".join(hints) or None)
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return ``config.json`` beside the tensors, None where there is none that can be read: a delta needs none."""
+    try:
+        with open(os.path.join(checkpoint.path, "config.json"), "rb") as file:
+            value = json.loads(file.read())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _list(names: list[str]) -> str:

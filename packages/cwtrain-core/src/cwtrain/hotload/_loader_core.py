@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from cwtrain._waiting import Deadline, Pauses, check_seconds
-from cwtrain.errors import ConfigError, HotLoadError, SnapshotChainError
+from cwtrain.errors import ConfigError, HotLoadError, SnapshotChainError, SnapshotError, StorageError
 from cwtrain.events import SnapshotInspected, SnapshotUploaded, SyncStarted
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._mirror_hold import Hold
 from cwtrain.hotload.operations import HotLoadOperations, ServedReport, warn_about_stragglers
+from cwtrain.hotload.planning import differences
 from cwtrain.hotload.progress import OnProgress, ProgressEvent, SyncEvents
-from cwtrain.hotload.upload import put_manifest, require_base, store_for, upload_with_manifest
+from cwtrain.hotload.upload import manifest_of, put_manifest, require_base, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import Deployment, HotLoad, HotLoadReplica, HotLoadTarget, ResourceStatus
-from cwtrain.models.snapshot import LocalSnapshot
+from cwtrain.models.snapshot import LocalSnapshot, SnapshotKind
 from cwtrain.models.sync import SnapshotChoice
 from cwtrain.snapshots.identity import check_identity
 from cwtrain.snapshots.manifest import manifest_to_bytes, parse_manifest
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderCore", "never_completed"]
 
+_log = logging.getLogger("cwtrain.hotload")
 _LAST_LOOK_SECONDS = 1.0
 
 
@@ -76,8 +79,8 @@ class LoaderCore:
         self._clock = clock
         self._sleep = sleep
         self._deployment: Deployment | None = None
-        self._versions: Mapping[str, str | int | None] = {}
-        """The version of the identity that was uploaded last."""
+        self._manifests: dict[str, Mapping[str, Any]] = {}
+        """Those of what was uploaded last, and of the full snapshot under it: nobody has to read them back."""
         self._looked: float | None = None
         """When ``require_open(just_before=True)`` looked, until what follows has used it."""
         self.syncs = self._sync_events()
@@ -301,7 +304,24 @@ class LoaderCore:
 
     def _require_base(self, snapshot: LocalSnapshot, given: str | int | None) -> None:
         """Raise SnapshotChainError for a delta on another version than its predecessor holds: see ``require_base``."""
-        require_base(snapshot, store=self.store, location=self.location, given=given, known=self._home._versions)
+        require_base(snapshot, store=self.store, location=self.location, given=given, known=self._home._manifests)
+
+    def _remember(self, manifest: Mapping[str, Any]) -> None:
+        kept = {} if manifest["type"] == "FULL" else {k: v for k, v in self._home._manifests.items() if v["type"] == "FULL"}
+        self._home._manifests = {**kept, manifest["identity"]: manifest}
+
+    def _differences(self, snapshot: LocalSnapshot, identity: str, hot_loads: Sequence[HotLoad]) -> list[str]:
+        """Return how a full snapshot differs from the one under what is served, in all but its weights."""
+        chain = chains.served_chain(hot_loads)
+        if snapshot.kind is not SnapshotKind.FULL or not chain.links or chain.links[0].identity == identity:
+            return []
+        first = chain.links[0].identity
+        try:
+            manifest = self._home._manifests.get(first) or manifest_of(first, self.store, self.location)
+            return differences(snapshot, manifest, lambda name: self.store.get(self.location.key(first, name)))
+        except (SnapshotError, StorageError) as error:  # what cannot be compared is not wrong
+            _log.debug("%s cannot be compared with %s: %s", snapshot.path, first, error)
+            return []
 
     def _tell_started(self, snapshot: LocalSnapshot, identity: str, version: int | None, *, began: float) -> None:
         self.syncs.started(
@@ -354,9 +374,8 @@ class LoaderCore:
             free=free,
             hold=hold,
             base_known=base_known,
+            on_manifest=self._remember,
         )
-        # What applies to it next is compared with this, and the manifest need not be read back.
-        self._home._versions = {identity: snapshot.version if version is None else version}
         self.plugins.notify(
             SnapshotUploaded(
                 identity=identity,

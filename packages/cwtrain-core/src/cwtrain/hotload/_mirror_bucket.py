@@ -13,6 +13,7 @@ import attrs
 from cwtrain.errors import ChecksumError, SnapshotChainError, SnapshotError, StorageNotFoundError
 from cwtrain.hotload.chain import MAX_DELTAS
 from cwtrain.models.snapshot import INDEX_NAME
+from cwtrain.snapshots._sidefiles import is_side_file
 from cwtrain.snapshots._write import require_space
 from cwtrain.snapshots.index import shard_name_trouble
 from cwtrain.snapshots.manifest import parse_manifest
@@ -98,10 +99,15 @@ def download(store: ObjectStore, location: Location, link: Link, directory: str)
     size = sum(item["size"] for item in link.objects.values())
     require_space(os.path.join(directory, ""), size, f"the snapshot {link.identity}")
     for name, item in link.objects.items():
-        if "/" in name or name in (".", "..") or (name.endswith(".safetensors") and shard_name_trouble(name)):
+        if (
+            ("/" in name and not is_side_file(name))
+            or name in (".", "..")
+            or (name.endswith(".safetensors") and shard_name_trouble(name))
+        ):
             raise SnapshotError(f"{location.uri(link.identity)}: its manifest names an object {name!r}")
         key = location.key(link.identity, name)
         digest, length = hashlib.sha256(), 0
+        os.makedirs(os.path.dirname(os.path.join(directory, name)), exist_ok=True)
         with open(os.path.join(directory, name), "xb") as file:
             for block in store.stream(key):
                 digest.update(block)

@@ -154,6 +154,10 @@ class HotLoader(LoaderCore):
                 upload_next=not dry_run,
             )
             self._require_base(snapshot, base_version)
+            warnings = self._differences(snapshot, identity, hot_loads)
+            for warning in warnings:
+                _log.warning("%s", warning)
+            plan = attrs.evolve(plan, warnings=(*plan.warnings, *warnings))
             done = self.operations.done(work, hot_loads) if not plan.upload_bytes else None
             plan = attrs.evolve(plan, already_served=done is not None, dry_run=dry_run)
             if done is None:

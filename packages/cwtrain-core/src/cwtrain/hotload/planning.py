@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from cwtrain.errors import SnapshotChainError, SnapshotConflictError
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload.upload import files_for_upload
 from cwtrain.hotload.work import Work
 from cwtrain.models.service import Deployment, HotLoad, ResourceStatus
-from cwtrain.models.snapshot import LocalSnapshot, PublishPlan, SnapshotKind
+from cwtrain.models.snapshot import INDEX_NAME, LocalSnapshot, PublishPlan, SnapshotFile, SnapshotKind
+from cwtrain.snapshots._files import RegularFile
+from cwtrain.snapshots._model_rules import name_differences, quantisation_difference
 from cwtrain.storage import Location, ObjectStore, plan_upload
 
-__all__ = ["check_predecessor", "plan_publish", "some"]
+__all__ = ["check_predecessor", "differences", "plan_publish", "some"]
 
 _log = logging.getLogger("cwtrain.hotload")
 
@@ -111,6 +116,57 @@ def check_predecessor(snapshot: LocalSnapshot, identity: str, hot_loads: Sequenc
             f"the deployment serves {served.identity}, not the predecessor {previous}: replicas rebuild the chain"
         )
     return deltas, warnings
+
+
+def differences(snapshot: LocalSnapshot, manifest: Mapping[str, Any], read: Callable[[str], bytes]) -> list[str]:
+    """Return how a full snapshot differs from a published one, of ``manifest``, in all but its weights.
+
+    Tensors that the other does not have or has more of, a quantisation of its own, another tokenizer or configuration.
+    ``read`` gets a side file of the other one; only a ``config.json`` that differs is read.
+    """
+    what = str(manifest.get("identity"))
+    if not manifest.get("tensors"):
+        return []
+    found = [name_differences(snapshot.index["weight_map"], manifest["tensors"], f"{what}, which is served")]
+    theirs = {name: one for name, one in manifest["objects"].items() if not _is_weights(name)}
+    mine = {file.name: file for file in snapshot.files if not _is_weights(file.name) and file.path is not None}
+    changed = [name for name in sorted(mine.keys() & theirs.keys()) if not _same(mine[name], theirs[name])]
+    if "config.json" in changed:
+        here, there = _object(_read(mine["config.json"])), _object(read("config.json"))
+        found.append(quantisation_difference(here, there, what))
+    for names, how in (
+        (changed, "differ from those of"),
+        (sorted(mine.keys() - theirs.keys()), "are not in"),
+        (sorted(theirs.keys() - mine.keys()), "are missing, and are in"),
+    ):
+        if names:
+            found.append(
+                f"files beside the weights: {some(names)} {how} {what}, the full snapshot that is served: replicas may "
+                "tokenize, or end answers, in another way from here on"
+            )
+    return [text for text in found if text]
+
+
+def _is_weights(name: str) -> bool:
+    return name == INDEX_NAME or name.endswith(".safetensors")
+
+
+def _read(file: SnapshotFile) -> bytes:
+    assert file.path is not None
+    with RegularFile(file.path, label=file.name) as source:
+        return source.read(0, source.size_bytes)
+
+
+def _same(file: SnapshotFile, other: Mapping[str, Any]) -> bool:
+    return bool(file.size_bytes == other["size"] and hashlib.sha256(_read(file)).hexdigest() == other["sha256"])
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

@@ -29,6 +29,7 @@ from cwtrain.hotload._publish.names import is_baseline
 from cwtrain.models.service import Deployment, HotLoad, HotLoadState
 from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.snapshots._json import parse_json
+from cwtrain.snapshots._sidefiles import is_side_file
 from cwtrain.snapshots.manifest import parse_manifest
 from cwtrain.storage import Location, ObjectInfo, ObjectStore
 from cwtrain.storage._crew import each
@@ -160,7 +161,7 @@ def _look(store: ObjectStore, location: Location) -> dict[str, _Found]:
         if identity == "_preflight":
             continue
         item = found.setdefault(identity, _Found())
-        item.nested = item.nested or "/" in name
+        item.nested = item.nested or ("/" in name and not is_side_file(name))
         item.objects[name] = info
     return found
 

@@ -90,6 +90,7 @@ def upload_with_manifest(
     hold: Hold | None = None,
     free: bool = False,
     base_known: bool = False,
+    on_manifest: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> UploadReport:
     """Upload ``snapshot`` with its manifest (written before the index) and say what was sent and what was there.
 
@@ -97,6 +98,7 @@ def upload_with_manifest(
     the mirror whose snapshot this is, which the caller keeps as it is: its shards are read for their SHA-256 only.
     ``free`` as for ``upload_objects``. Unless ``base_known``, where the caller knows better than any number what a
     delta applies to, the manifest keeps the delta's own base_version: the uploaded index names identities.
+    ``on_manifest`` gets the manifest that is written.
 
     Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
     """
@@ -123,6 +125,8 @@ def upload_with_manifest(
             **recorded,
         )
         put_manifest(store, location, identity, manifest_to_bytes(manifest))
+        if on_manifest is not None:
+            on_manifest(manifest)
 
     return upload_objects(
         files if hold is None else hold.files(files),
@@ -160,22 +164,19 @@ def require_base(
     store: ObjectStore,
     location: Location,
     given: str | int | None = None,
-    known: Mapping[str, str | int | None] | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Raise SnapshotChainError unless the predecessor of a delta holds the version that the delta was made on.
 
     The delta's own index names that version. ``given`` is the one that the caller says the predecessor holds; without
-    it the predecessor's manifest says so, or ``known``, the versions of identities that this process published.
+    it the predecessor's manifest says so, in the bucket or among the ``known`` ones, which this process wrote.
     """
     previous, base = snapshot.previous_identity, snapshot.base_version
     if snapshot.kind is not SnapshotKind.DELTA or previous is None or base is None:
         return
-    if given is not None:
-        version: str | int | None = given
-    elif known is not None and previous in known:
-        version = known[previous]
-    else:
-        version = manifest_of(previous, store, location).get("version")
+    version = given
+    if version is None:
+        version = ((known or {}).get(previous) or manifest_of(previous, store, location)).get("version")
     require_version(snapshot.path, base, previous, version, hint=_SAY_SO)
 
 

@@ -33,7 +33,8 @@ def is_side_file(name: str) -> bool:
     """Return whether a file of this name is uploaded beside the weights (config, tokenizer, templates, custom code)."""
     folded = name.casefold()
     if "/" in name:
-        return name.startswith(f"{TEMPLATES}/") and folded.endswith(".jinja") and name.count("/") == 1
+        folder, _, inner = name.partition("/")
+        return folder == TEMPLATES and inner.endswith(".jinja") and not inner.startswith(".") and "/" not in inner
     if name == INDEX_NAME or any(fnmatchcase(folded, pattern) for pattern in _REFUSED):
         return False
     return any(fnmatchcase(folded, pattern) for pattern in _ALLOWED)
