@@ -71,8 +71,8 @@ def check_same_tensors(old: Checkpoint, new: Checkpoint) -> None:
         )
     if wrapped := wrapped_names(new.tensors):
         problems.append(wrapped)
-    here, there = _config(new), _config(old)
-    if here is not None and there is not None and (trouble := quantisation_difference(here, there, old.path)):
+    mine, theirs = _config(new), _config(old)
+    if mine is not None and theirs is not None and (trouble := quantisation_difference(mine, theirs, old.path)):
         _log.warning("%s: %s", new.path, trouble)
     raise_problems(f"{old.path} and {new.path}", problems, hint="; ".join(hints) or None)
 
