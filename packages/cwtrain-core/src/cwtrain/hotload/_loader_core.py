@@ -307,7 +307,11 @@ class LoaderCore:
         require_base(snapshot, store=self.store, location=self.location, given=given, known=self._home._manifests)
 
     def _remember(self, manifest: Mapping[str, Any]) -> None:
-        kept = {} if manifest["type"] == "FULL" else {k: v for k, v in self._home._manifests.items() if v["type"] == "FULL"}
+        kept = (
+            {}
+            if manifest["type"] == "FULL"
+            else {k: v for k, v in self._home._manifests.items() if v["type"] == "FULL"}
+        )
         self._home._manifests = {**kept, manifest["identity"]: manifest}
 
     def _differences(self, snapshot: LocalSnapshot, identity: str, hot_loads: Sequence[HotLoad]) -> list[str]:
