@@ -64,7 +64,7 @@ class _Transfer:
     upload_id: str | None = None
     etags: list[str] = attrs.field(factory=list)
     left: int = 0
-    """Parts that are not there yet."""
+    """Parts that are still to be sent, or to be read where an earlier upload sent them."""
     given_up: bool = False
     resumed: bool = False
     """Whether an earlier upload sent some of its parts."""
@@ -161,11 +161,9 @@ class Sender:
             transfer.etags = [""] * parts
             if not self._go_on(transfer):
                 self._open(transfer)
-            transfer.left = transfer.etags.count("")
+            transfer.left = parts
             send, skip = self._send_part, self._skip_part
             tasks = [partial(skip if etag else send, transfer, part) for part, etag in enumerate(transfer.etags)]
-            if not transfer.left:
-                tasks.append(partial(self._complete, transfer))
         with self._crew.changed:
             self._ready.extend(tasks)
             self._crew.changed.notify_all()
@@ -200,6 +198,7 @@ class Sender:
 
     def _skip_part(self, transfer: _Transfer, part: int) -> None:
         transfer.source.skip(part)
+        self._end_part(transfer)
 
     def _put(self, transfer: _Transfer) -> None:
         def write(if_absent: bool) -> None:
@@ -219,8 +218,11 @@ class Sender:
             except StorageNotFoundError as error:
                 raise self._gone(transfer, error) from error
         self._record.arrived(transfer.upload_id, part, etag)
+        transfer.etags[part] = etag
+        self._end_part(transfer)
+
+    def _end_part(self, transfer: _Transfer) -> None:
         with self._crew.changed:
-            transfer.etags[part] = etag
             transfer.left -= 1
             complete = not transfer.left
         if transfer.given_up:
