@@ -142,6 +142,7 @@ def check_contents(dist: Path, report: Report) -> None:
         }.items():
             report.expect(metadata[key] == wanted, f"{wheel.name}: {key} is {metadata[key]!r}, not {wanted!r}")
         report.expect(metadata.get_payload(), f"{wheel.name} has no long description")
+        report.expect(metadata.get_all("Project-URL"), f"{wheel.name} names no project URL")
         needs = metadata.get_all("Requires-Dist") or []
         report.expect(not [line for line in needs if "@" in line or "://" in line], f"{wheel.name} needs a URL")
         with open_tar(next(dist.glob(f"{member.replace('-', '_')}-*.tar.gz"))) as source:

@@ -21,7 +21,10 @@ from check_docs import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted(ROOT.glob("docs/tutorial/*.md"))
-HOW_TOS = [ROOT / "docs/how-to" / name for name in ("work-with-snapshots.md", "publish-from-memory.md", "rollouts.md")]
+HOW_TOS = [
+    ROOT / "docs/how-to" / name
+    for name in ("work-with-snapshots.md", "publish-from-memory.md", "rollouts.md", "your-own-trainer.md")
+]
 LIMIT = 240.0
 """Seconds that one page may take."""
 
