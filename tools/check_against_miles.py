@@ -16,7 +16,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from trainer_code import WORLD, Handle, Life, Ray, main
+import needed
+
+with needed.imports():
+    from trainer_code import WORLD, Handle, Life, Ray, main
 
 HOOK = "cwtrain.integrations.miles.hook"
 LIVES = (

@@ -16,8 +16,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from cwtrain_slime._dialect import SLIME
-from trainer_code import WORLD, Handle, Life, Ray, main
+import needed
+
+with needed.imports():
+    from cwtrain_slime._dialect import SLIME
+    from trainer_code import WORLD, Handle, Life, Ray, main
 
 HOOK = "cwtrain.integrations.slime.hook"
 LIVES = (

@@ -19,6 +19,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+import needed
+
 ROOT = Path(__file__).resolve().parent.parent
 UV = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
 TESTS = ["tests/unit/core", "tests/property", "tests/framework", "tests/contract/test_storage_contract.py"]
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--python", default="3.11", metavar="VERSION", help="a version or a path (default: 3.11)")
     parser.add_argument("--workers", default="2", help="pytest workers (default: 2)")
     options = parser.parse_args()
+    needed.need(programs=("uv",))
     python = find(options.python)
     if python is None:
         print(f"there is no Python {options.python} here and none could be fetched", file=sys.stderr)

@@ -21,7 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import click
+import needed
+
+with needed.imports():
+    import click
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(
@@ -295,6 +298,7 @@ def check() -> list[str]:
 
 def main() -> None:
     """Print the problems."""
+    needed.need("cwtrain", "cwtrain_emulator", "cwtrain_rollout", "cwtrain_slime")
     os.chdir(ROOT)
     problems = check()
     print(*problems, sep="\n" if problems else "")

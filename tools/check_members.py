@@ -16,6 +16,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import needed
+
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 # What unit tests need beside the member; none of these brings a module that a member could use by accident.
@@ -77,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("members", nargs="*", metavar="MEMBER", help=", ".join(MEMBERS))
     chosen = parser.parse_args().members or MEMBERS
+    needed.need(programs=("uv",))
     if unknown := sorted(set(chosen) - set(MEMBERS)):
         sys.exit(f"no such member: {', '.join(unknown)}; there are {', '.join(MEMBERS)}")
     if failed := [member for member in chosen if not check(member)]:

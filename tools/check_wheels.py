@@ -25,6 +25,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 from tarfile import open as open_tar
 
+import needed
 from public_names import LATER, LATER_SAYS, NAMES, brought_by
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,6 +250,7 @@ def main() -> None:
     parser.add_argument("--dist", type=Path, help="build into this empty folder and keep it")
     parser.add_argument("--only", choices=sorted(SETS), help="try one set")
     options = parser.parse_args()
+    needed.need(programs=("uv",))
     report = Report()
     with tempfile.TemporaryDirectory(prefix="cwtrain-dist-") as temporary:
         dist = (options.dist or Path(temporary)).resolve()

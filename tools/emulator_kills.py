@@ -37,14 +37,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import boto3
-import requests
-import zstandard
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+import needed
 
-from cwtrain_emulator.emulator import Emulator
-from cwtrain_emulator.engine.model_io import make_model
+with needed.imports():
+    import boto3
+    import requests
+    import zstandard
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from cwtrain_emulator.emulator import Emulator
+    from cwtrain_emulator.engine.model_io import make_model
 
 API = "/v1alpha1/inference"
 INDEX = "model.safetensors.index.json"

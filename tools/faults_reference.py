@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cwtrain_emulator.faults import COMMON_OPTIONS, KINDS, MATCH_OPTIONS, TARGETS, Option
+import needed
+
+with needed.imports():
+    from cwtrain_emulator.faults import COMMON_OPTIONS, KINDS, MATCH_OPTIONS, TARGETS, Option
 
 HEAD = """# Faults of the emulator
 

@@ -20,7 +20,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from scenarios import Case, all_cases
+import needed
+
+with needed.imports():
+    from scenarios import Case, all_cases
 
 
 def run_case(case: Case, seconds: float) -> dict[str, Any]:
@@ -42,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="cases whose name begins so")
     parser.add_argument("--list", action="store_true", help="say what there is, run nothing")
     options = parser.parse_args(arguments)
+    needed.need("cwtrain", "cwtrain_emulator", "zstandard", "numpy")
     cases = [one for one in all_cases() if not options.only or one.name.startswith(tuple(options.only))]
     if not cases:
         parser.error(f"no case begins with {', '.join(options.only)}; --list shows them")

@@ -13,10 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import attrs
-import click
+import needed
 
-from faults_reference import faults_page
+with needed.imports():
+    import attrs
+    import click
+
+    from faults_reference import faults_page
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = "<!-- Made by tools/gen_reference.py from the code: change it there, and run that. -->"
@@ -280,6 +283,7 @@ def stale() -> list[str]:
 
 def main() -> None:
     """Write the pages, or with ``--check`` look at them."""
+    needed.need("cwtrain", "cwtrain_emulator", "cwtrain_rollout", "cwtrain_slime")
     if "--check" in sys.argv[1:]:
         if found := stale():
             sys.exit(f"run python tools/gen_reference.py: {', '.join(found)} is not what the code says")

@@ -29,10 +29,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from check_core import find
-from cwtrain_emulator.control_client import Control
-from cwtrain_emulator.emulator import Emulator
-from cwtrain_emulator.engine.model_io import make_model
+import needed
+
+with needed.imports():
+    from check_core import find
+    from cwtrain_emulator.control_client import Control
+    from cwtrain_emulator.emulator import Emulator
+    from cwtrain_emulator.engine.model_io import make_model
 
 HERE = Path(__file__).resolve().parent
 SWAP_SECONDS = 2.0
@@ -599,6 +602,8 @@ def main() -> None:
         help="an interpreter that has it (default: $CWTRAIN_TEST_PEER, else a new environment)",
     )
     options = parser.parse_args()
+    if options.peer is None:
+        needed.need(programs=("uv",))
     run = Run()
     with tempfile.TemporaryDirectory(prefix="cwtrain-interop-") as name:
         folder = Path(name)

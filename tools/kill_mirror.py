@@ -21,13 +21,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import cwtrain.hotload._mirror_in_place
-import cwtrain.snapshots._convert  # noqa: F401 - loaded once, here, and not in each process
-from cwtrain.errors import SnapshotError
-from cwtrain.hotload import WeightMirror, inspect_snapshot
-from cwtrain.hotload.delta import write_full_snapshot
-from helpers import snapshot_files as sf
-from helpers.mirror_cases import CountingDisk, DyingDisk, Model, shards, write_chain
+import needed
+
+with needed.imports():
+    import cwtrain.hotload._mirror_in_place
+    import cwtrain.snapshots._convert  # noqa: F401 - loaded once, here, and not in each process
+    from cwtrain.errors import SnapshotError
+    from cwtrain.hotload import WeightMirror, inspect_snapshot
+    from cwtrain.hotload.delta import write_full_snapshot
+    from helpers import snapshot_files as sf
+    from helpers.mirror_cases import CountingDisk, DyingDisk, Model, shards, write_chain
 
 VERSIONS = 3
 MODELS = 4

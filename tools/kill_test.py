@@ -23,6 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import needed
+
 
 def run_mirror(options: argparse.Namespace) -> int:
     """Run the seeds of `mirror` or `full`, or all `steps`."""
@@ -95,6 +97,7 @@ def main() -> int:
     command.add_argument("--kind", action="append", choices=["first", "next", "in-place", "one-pass", "undo"])
     command.set_defaults(run=run_mirror)
     options = parser.parse_args()
+    needed.need("cwtrain", "cwtrain_emulator", "zstandard", "numpy")
     code: int = options.run(options)
     return code
 

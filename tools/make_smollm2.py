@@ -16,6 +16,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import needed
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("directory", metavar="OUT", type=Path)
     parser.add_argument("--shard", default="100MB", help="largest size of a shard")
     chosen = parser.parse_args()
+    needed.need("torch", "transformers", "gguf")
     for path in sorted(make_smollm2(chosen.source, chosen.directory, shard=chosen.shard).iterdir()):
         print(path.name, path.stat().st_size)
 

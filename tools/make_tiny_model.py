@@ -12,6 +12,8 @@ import argparse
 import os
 from pathlib import Path
 
+import needed
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tied", action="store_true")
     chosen = parser.parse_args()
+    needed.need("torch", "tokenizers", "transformers")
     made = make_tiny_model(chosen.directory, seed=chosen.seed, tied=chosen.tied)
     print(made, sum(path.stat().st_size for path in made.iterdir()), "bytes")
 

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import needed
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "# >>> constraints (written by tools/refresh_constraints.py)"
 END = "# <<< constraints"
@@ -86,6 +88,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with this checkout's uv.lock; change nothing")
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="set exclude-newer to this day")
     options = parser.parse_args()
+    needed.need(programs=("uv",))
     path = ROOT / "pyproject.toml"
     text = path.read_text(encoding="utf-8")
     if options.check:

@@ -16,7 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Browser, Playwright, sync_playwright
+import needed
+
+with needed.imports():
+    from playwright.sync_api import Browser, Playwright, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 # A browser that looks at one page on this machine and talks to nobody else.

@@ -32,8 +32,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cwtrain_emulator.emulator import Emulator
-from cwtrain_emulator.engine.model_io import make_model
+import needed
+
+with needed.imports():
+    from cwtrain_emulator.emulator import Emulator
+    from cwtrain_emulator.engine.model_io import make_model
 
 __all__ = ["Actor", "Life", "main", "stand_ins"]
 
@@ -264,6 +267,8 @@ def main(trainer: str, make: Actor, common: Mapping[str, Any], lives: Sequence[M
         return _lives(trainer, make, common, json.loads(given.lives.read_text()))
     if not (given.source / trainer / "utils" / "disk_delta.py").is_file():
         parser.error(f"{given.source} is no checkout of {trainer} with disk deltas")
+    # What is absent is stood in for, but not these: the trainer's own code needs them.
+    needed.need("torch", "safetensors", "numpy", "zstandard", "httpx", "xxhash", programs=("git",))
     with tempfile.TemporaryDirectory(prefix=f"cwtrain-{trainer}-") as folder, Emulator() as emulator:
         report = _check(trainer, given.source.absolute(), Path(folder), emulator, lives)
     print(json.dumps(report, indent=2))
@@ -330,28 +335,33 @@ def _check(
     }
     report: dict[str, Any] = {"trainer": trainer, "version": _version(trainer, source), "lives": []}
     command = [sys.executable, sys.argv[0], str(source), "--lives", str(root / "plan.json")]
-    with subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as child:
+    with (
+        (root / "log").open("wb") as log,
+        subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        ) as child,
+    ):
         assert child.stdin is not None
         assert child.stdout is not None
         alarm = threading.Timer(LIMIT, _end, args=[child])
         alarm.start()
         try:
             for number, life in enumerate(lives):
-                child.stdin.write(f"{number}\n")
-                child.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # it has ended: the log says why
+                    child.stdin.write(f"{number}\n")
+                    child.stdin.flush()
                 codes = json.loads(child.stdout.readline() or "[]")
                 report["lives"].append(_judged(root, number, life, codes, emulator, deployment_id))
         finally:
             alarm.cancel()
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
             _end(child)
     report["stand_ins"] = report["lives"][0].pop("stand_ins", [])
     for life in report["lives"]:
@@ -377,7 +387,8 @@ def _judged(
     try:
         ranks = [json.loads((root / f"seen-{number}-{rank}.json").read_text()) for rank in range(WORLD)]
     except OSError:
-        tail = [(root / f"log-{rank}").read_text(errors="replace")[-2000:] for rank in range(WORLD)]
+        logs = [root / "log", *(root / f"log-{rank}" for rank in range(WORLD))]
+        tail = [log.read_text(errors="replace")[-2000:] for log in logs if log.is_file()]
         return {**found, "ok": False, "log": tail}
     found["steps"] = [one["steps"] for one in ranks]
     found["errors"] = [one["error"] for one in ranks]

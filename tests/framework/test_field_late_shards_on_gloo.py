@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.requirements import require
-from scenarios.lagging_disk import late_ranks, replicas_hold_the_truth
+from scenarios.late_shards import late_ranks, replicas_hold_the_truth
 
 
 def test_ranks_wait_for_a_shard_that_shows_late(emulator: Any, deployment: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.engine.model_io import make_model
 from helpers.emulator_api import Api
+from helpers.requirements import KNOWN
 from scenarios import case
 from scenarios.parts import Stopwatch
 
@@ -27,6 +28,9 @@ LIMIT = 400.0
 
 def late_ranks(root, emulator, deployment, *, seconds, steps, group_seconds, first="absent", **settings):
     """Run a trainer of two ranks on a disk that lags by ``seconds``, and return what each rank saw."""
+    torch = KNOWN["torch"]
+    if not torch.present():
+        raise RuntimeError(f"gloo ranks need torch: {torch.install}")
     base = Path(root) / "base"
     if not base.exists():
         make_model(base, vocab_size=64, hidden_size=8, context=2, seed=0)
