@@ -1,0 +1,154 @@
+"""No KV of other weights is in a sample that says it is exact, whatever a caller puts into its requests.
+
+Random rollouts (streamed or not, with `extra` and a nested `nvext` of the caller's own, waiting for versions or not)
+between random hot-loads that preserve the prompt cache, rollbacks among them. The emulator's request log says for each
+token which weights computed it and with whose KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from cwtrain.infra import InferenceClient
+from cwtrain.plugins import Plugins
+from cwtrain_emulator.emulator import Emulator
+from cwtrain_emulator.engine.model_io import make_model
+from cwtrain_rollout import Group, RolloutConfig, Sample, Sampler, SamplingParams
+from helpers.conformance import bucket_of, put_snapshot
+from helpers.emulator_api import Api
+
+VERSIONS = 4
+PROMPTS = [(5, 6, 7, 8), (5, 6, 7, 8, 9), (5, 6, 7), (20, 21)]
+
+
+def name(number: int) -> str:
+    return f"run-v{number:06d}"
+
+
+@attrs.frozen(kw_only=True)
+class World:
+    """Replicas that swap at different moments, and versions that are ready to be loaded."""
+
+    emulator: Emulator
+    api: Api
+    id: str
+    model: str
+
+    def load(self, number: int) -> str:
+        return self.api.hot_load(self.id, name(number), promptCachePolicy="PROMPT_CACHE_POLICY_PRESERVE")
+
+    def config(self) -> RolloutConfig:
+        return RolloutConfig(
+            base_url=f"{self.emulator.gateway_url}/v1",
+            model=self.model,
+            api_key=self.emulator.viewer_token,
+            deployment_id=self.id,
+            poll=0.05,
+            deadline=60,
+        )
+
+    def foreign(self, sample: Sample) -> set[str]:
+        """Return whose weights or KV are in a sample that is not the one version that it names."""
+        record = self.api.own(f"/requests/{sample.request_id}")["attempts"][-1]["choices"]
+        choice = record[sample.index if len(record) > 1 else 0]
+        seen = set(choice["tokens"]) | set(choice["prompt_kv"]) | {one for kv in choice["kv"] for one in kv}
+        assert sample.weights is not None
+        return seen - set(sample.weights.identities)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["silent", "answers name their identity"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with Emulator(replicas=2, report_identity=request.param, extra_args=["--swap-delay=0.1"]) as emulator:
+        api = Api(emulator.base_url, emulator.admin_token)
+        deployment = api.deployment(api.gateway()["spec"]["id"], emulator.bucket)
+        for number in range(VERSIONS):
+            directory = tmp_path_factory.mktemp(name(number))
+            make_model(directory, vocab_size=40, hidden_size=4, context=3, seed=number, max_length=32)
+            files = {path.name: path.read_bytes() for path in directory.iterdir()}
+            put_snapshot(bucket_of(emulator), deployment, name(number), files)
+        spec = deployment["spec"]
+        yield World(emulator=emulator, api=api, id=spec["id"], model=spec["model"]["name"])
+        api.close()
+
+
+def any_extra(rng: random.Random) -> dict[str, Any] | None:
+    """Return more fields of a request: none, some of the caller's own, and an nvext with whatever may be in it."""
+    if rng.random() < 0.2:
+        return None
+    nvext: dict[str, Any] = {}
+    for field, value in (
+        ("agent_hints", {"priority": rng.randrange(5), "osl": rng.choice([None, 7])}),
+        ("extra_fields", rng.sample(["worker_id", "timing", "completion_token_ids"], rng.randrange(3))),
+        ("annotations", ["token_ids"]),
+        ("session_control", {"session_id": "talk", "action": "bind"}),
+        ("mine", {"deeper": {"cache_salt": "not the place for one"}}),
+    ):
+        if rng.random() < 0.5:
+            nvext[field] = value
+    extra: dict[str, Any] = {"nvext": rng.choice([nvext, nvext, nvext, None])}
+    if rng.random() < 0.3:
+        extra["user"] = "somebody"
+    return extra if rng.random() < 0.9 else {"priority": 1}
+
+
+async def rolled_out(sampler: Sampler, rng: random.Random, newest: str | None) -> list[Sample]:
+    groups = [
+        Group(prompt=rng.choice(PROMPTS), n=rng.choice([1, 2]), extra=any_extra(rng), session=rng.choice([None, "a"]))
+        for _ in range(3)
+    ]
+    options: dict[str, Any] = {"partial": rng.random() < 0.5}
+    if newest is not None and rng.random() < 0.5:
+        options[rng.choice(["min_version", "exact_version"])] = newest
+    params = SamplingParams(max_tokens=rng.choice([1, 3, 6]), ignore_eos=True)
+    async with sampler.rollout(groups, params, **options) as rollout:
+        return [sample async for group in rollout for sample in group.samples]
+
+
+def test_what_says_it_is_exact_has_no_kv_of_other_weights(world: World) -> None:
+    rng = random.Random(2)
+    world.api.completed(world.id, name(0))
+    samples: list[Sample] = []
+
+    async def scenario(client: InferenceClient) -> None:
+        async with Sampler(world.config(), client=client, plugins=Plugins()) as sampler:
+            newest, loading = None, None
+            for _ in range(10):
+                if rng.random() < 0.6:
+                    if loading is not None:
+                        await asyncio.to_thread(world.api.ended, loading)
+                    newest = loading = await asyncio.to_thread(world.load, rng.randrange(VERSIONS))
+                samples.extend(await rolled_out(sampler, rng, newest))
+            if loading is not None:
+                await asyncio.to_thread(world.api.ended, loading)
+
+    with InferenceClient(world.emulator.viewer_token, base_url=world.emulator.base_url) as client:
+        asyncio.run(scenario(client))
+    exact = [sample for sample in samples if sample.weights is not None and sample.weights.exact]
+    assert [(sample.request_id, found) for sample in exact if (found := world.foreign(sample))] == []
+    assert len(exact) > 15
+
+
+def test_a_caller_s_nvext_brings_back_no_kv_of_the_version_before(world: World) -> None:
+    """ai-dynamo/dynamo#13157: a request with hints of the caller's own, before and after a hot-load."""
+    world.api.completed(world.id, name(0))
+    group = Group(prompt=(5, 6, 7, 8, 9, 10), extra={"nvext": {"agent_hints": {"priority": 1}}})
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with InferenceClient(world.emulator.viewer_token, base_url=world.emulator.base_url) as client:
+        sampler = Sampler(world.config(), client=client, plugins=Plugins())
+        for number in (0, 1):
+            hot_load = world.load(number)
+            world.api.ended(hot_load)
+            for _ in range(2):  # the second time from the cache
+                (found,) = sampler.sample_groups([group], params, min_version=hot_load)
+                (sample,) = found.samples
+                assert sample.weights is not None
+                assert (sample.weights.exact, sample.weights.identities) == (True, (name(number),))
+                assert world.foreign(sample) == set()
+                (attempt,) = world.api.own(f"/requests/{sample.request_id}")["attempts"]
+                assert attempt["cache_salt"] == hot_load
