@@ -9,13 +9,18 @@ from typing import Annotated, Any
 import attrs
 import msgspec
 
-__all__ = ["Answer", "Choice", "Fault", "Logprobs", "Nvext", "Usage", "loosely"]
+__all__ = ["RAW_OF_ANSWERS", "RAW_OF_CHOICES", "Answer", "Choice", "Fault", "Logprobs", "Nvext", "Usage", "loosely"]
 
 ROUNDING = 1e-3
 """A log-prob this far above 0 is rounding of the engine; more is no log-prob."""
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - how vLLM spells a token, no secret
 _NOTHING = msgspec.Raw(b"")
+_EMPTY = (b"", b"null")
+RAW_OF_CHOICES = ("routed_experts", "meta_info", "sgl_ext", "sglext")
+"""Fields of choices that stay as they came until somebody needs them."""
+RAW_OF_ANSWERS = ("prompt_routed_experts", "meta_info", "sgl_ext", "sglext")
+"""The same of answers."""
 
 
 class Logprobs(msgspec.Struct, gc=False):
@@ -33,6 +38,10 @@ class Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     token_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None
     logprobs: Logprobs | None = None
+    routed_experts: msgspec.Raw = _NOTHING
+    meta_info: msgspec.Raw = _NOTHING
+    sgl_ext: msgspec.Raw = _NOTHING
+    sglext: msgspec.Raw = _NOTHING
 
     def spelled_ids(self) -> tuple[int, ...] | None:
         """Return the ids that ``logprobs.tokens`` spells as ``token_id:N``; None where it does not."""
@@ -76,6 +85,12 @@ class PerfMetrics(msgspec.Struct, gc=False, rename="kebab"):
     prefill_queue_duration: float | None = None
 
 
+class _Added(msgspec.Struct, gc=False):
+    """What SGLang adds to an answer."""
+
+    routed_experts: msgspec.Raw = _NOTHING
+
+
 class Answer(msgspec.Struct, gc=False):
     """A whole answer, or one event of a streamed one."""
 
@@ -87,6 +102,28 @@ class Answer(msgspec.Struct, gc=False):
     identities: list[str] | None = None
     object: str | None = None
     error: msgspec.Raw = _NOTHING
+    prompt_routed_experts: msgspec.Raw = _NOTHING
+    meta_info: msgspec.Raw = _NOTHING
+    sgl_ext: msgspec.Raw = _NOTHING
+    sglext: msgspec.Raw = _NOTHING
+
+    def routed_experts(self, choice: Choice) -> bytes:
+        """Return the routes of a choice as they came; nothing where there are none.
+
+        They stand in Dynamo's ``nvext``, in vLLM's choices, or in what SGLang adds to a choice or to the answer.
+        """
+        for raw in (self.nvext.routed_experts if self.nvext else _NOTHING, choice.routed_experts):
+            if (found := bytes(raw)) not in _EMPTY:
+                return found
+        for source in (choice, self):
+            for raw in (source.meta_info, source.sgl_ext, source.sglext):
+                try:
+                    added = msgspec.json.decode(raw, type=_Added) if bytes(raw) not in _EMPTY else None
+                except msgspec.DecodeError:
+                    continue
+                if added is not None and (found := bytes(added.routed_experts)) not in _EMPTY:
+                    return found
+        return b""
 
     @property
     def queue_seconds(self) -> float | None:
@@ -126,9 +163,12 @@ def loosely(body: bytes) -> tuple[Answer, dict[int, Fault]] | None:
         given = found.pop("choices", None)
         nvext = found.pop("nvext", None)
         error = found.pop("error", None)
+        raw = _as_raw(found, RAW_OF_ANSWERS)
         answer = msgspec.convert(found, Answer)
     except (ValueError, RecursionError):
         return None
+    for name, value in raw.items():
+        setattr(answer, name, value)
     if error is not None:
         answer.error = msgspec.Raw(json.dumps(error).encode())
     if nvext is not None:
@@ -143,17 +183,25 @@ def loosely(body: bytes) -> tuple[Answer, dict[int, Fault]] | None:
     return answer, faults
 
 
+def _as_raw(found: dict[str, Any], names: tuple[str, ...]) -> dict[str, msgspec.Raw]:
+    """Take fields out of an object, as they would have come."""
+    return {name: msgspec.Raw(json.dumps(found.pop(name)).encode()) for name in names if name in found}
+
+
 def _choice(place: int, value: Any, faults: dict[int, Fault]) -> Choice:
     if not isinstance(value, dict):
         faults[place] = Fault("it is no JSON object")
         return Choice()
     logprobs = value.pop("logprobs", None)
+    raw = _as_raw(value, RAW_OF_CHOICES)
     try:
         choice = msgspec.convert(value, Choice)
     except msgspec.ValidationError as exc:
         faults[place] = Fault(f"it has an unexpected shape: {exc}")
         index = value.get("index")
         return Choice(index=index if type(index) is int else None)
+    for name, part in raw.items():
+        setattr(choice, name, part)
     if isinstance(logprobs, dict):
         given = logprobs.get("token_logprobs")
         choice.logprobs = Logprobs(tokens=msgspec.Raw(json.dumps(logprobs.get("tokens")).encode()))

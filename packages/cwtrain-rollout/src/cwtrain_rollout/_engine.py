@@ -97,6 +97,8 @@ class Engine:
     """What was wrong with the last bad answer, for who waits."""
     completion_ids: bool = False
     """Whether ids are asked for in ``nvext``, because the server honours no other way; then one choice at a time."""
+    routed: bool = False
+    """Whether an answer brought routed experts that can be used: another one without them is worth another try."""
     _told: tuple[int | None, ...] = ()
     """What the list of models said of the context; empty until it has been read."""
     _asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = attrs.field(

@@ -193,6 +193,7 @@ class GroupRun:
         wanted = Wanted(
             n=n,
             prompt_tokens=None if text or self.group.extra else len(ask.prompt),
+            least_prompt_tokens=0 if text else len(ask.prompt),
             logprobs=config.logprobs,
             token_ids=config.token_ids,
             aborted=self.streamed,
@@ -241,6 +242,16 @@ class GroupRun:
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
         if self.text:
             engine.text = True
+        engine.routed = engine.routed or any(choice.routed_experts for choice in read.choices.values())
+        if read.unfit_routes is not None and not engine.routed:
+            raise RolloutAnswerError(
+                f"{config.base_url}/completions gives no routed experts that can be used: an answer was read, and "
+                f"{config.quoted(read.unfit_routes, 1000)}",
+                request_id=request_id,
+                hint="CWTRAIN_ROLLOUT_ROUTED_EXPERTS=1 needs them with a shape and for every token that was run: serve "
+                "with enable-return-routed-experts, with Dynamo (nvext.routed_experts) or vLLM "
+                "(choices[].routed_experts); what SGLang gives has no shape",
+            )
         return read
 
     async def _not_good(self, reply: Reply, request_id: str, ask: Ask, asked: Asked) -> Refusal | str | None:

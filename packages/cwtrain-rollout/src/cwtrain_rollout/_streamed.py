@@ -8,7 +8,7 @@ from typing import TypeVar
 import attrs
 import msgspec
 
-from cwtrain_rollout._answers import Answer, Choice, Logprobs
+from cwtrain_rollout._answers import RAW_OF_ANSWERS, RAW_OF_CHOICES, Answer, Choice, Logprobs
 from cwtrain_rollout.parsing import BadAnswer, ReadAnswer, Wanted, decode, judge
 from cwtrain_rollout.spans import History
 from cwtrain_rollout.transport import Reply, Transport
@@ -68,6 +68,7 @@ async def read_stream(
         assert streamed.events is not None
         end: str | None = None
         last, said = Answer(), b""
+        routes: dict[str, msgspec.Raw] = {}
         async for data in streamed.events:
             event, faults = decode(data, wanted.quote)
             said = said or (b"" if event.choices else data)
@@ -76,12 +77,17 @@ async def read_stream(
             for choice in event.choices or ():
                 if choice.index not in (0, None):
                     continue
+                if wanted.routed_experts:
+                    routes.update(_raw_fields(choice, RAW_OF_CHOICES))
                 before = len(partial.token_ids)
                 partial.keep(choice, logprobs=wanted.logprobs)
                 # Some servers say "" in every event but the last: so an empty reason is no end, unless it is the last.
                 if end and (len(partial.token_ids) > before or choice.finish_reason not in (None, end)):
                     raise BadAnswer(f"the stream went on after its end with finish_reason {end[:100]!r}")
                 end = end if choice.finish_reason is None else choice.finish_reason
+            if wanted.routed_experts:
+                for name, raw in _raw_fields(event, RAW_OF_ANSWERS).items():
+                    setattr(last, name, raw)
             last.usage = _later(event.usage, last.usage)
             last.nvext = _later(event.nvext, last.nvext)
             last.identity = _later(event.identity, last.identity)
@@ -97,6 +103,7 @@ async def read_stream(
                 finish_reason=end,
                 token_ids=tuple(partial.token_ids) if partial.told else None,
                 logprobs=Logprobs(token_logprobs=values, tokens=msgspec.Raw(b"")) if values else None,
+                **routes,
             )
         ]
         read = judge(last, wanted, {})
@@ -107,3 +114,8 @@ async def read_stream(
 
 def _later(new: T | None, old: T | None) -> T | None:
     return old if new is None else new
+
+
+def _raw_fields(found: Answer | Choice, names: tuple[str, ...]) -> dict[str, msgspec.Raw]:
+    """Return those of these fields that an event has."""
+    return {name: raw for name in names if bytes(raw := getattr(found, name)) not in (b"", b"null")}

@@ -66,7 +66,9 @@ class Wanted:
 
     n: int = 1
     prompt_tokens: int | None = None
-    """How many were sent; None where the prompt went as text."""
+    """How many were sent; None where the prompt went as text, or with what may add to it."""
+    least_prompt_tokens: int = 0
+    """How many there must be at least, whatever is added: an image's placeholder becomes many."""
     logprobs: bool = True
     token_ids: bool = True
     aborted: bool = False
@@ -109,10 +111,18 @@ class ReadAnswer:
     """The one identity that made it, where the answer names it."""
     prompt_tokens: int | None = None
     """How many tokens the server counted in the prompt, where it says so."""
+    unfit_routes: str | None = None
+    """What is wrong with routed experts: with a server that never gave better ones, nothing will change that."""
 
 
 class _Problem(str):
     """What is wrong with a choice."""
+
+    __slots__ = ()
+
+
+class _UnfitRoutes(str):
+    """What is wrong with a choice's routed experts."""
 
     __slots__ = ()
 
@@ -137,12 +147,13 @@ def read_answer(body: bytes, wanted: Wanted) -> ReadAnswer:
 def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswer:
     """Return what is usable in an answer. ``faults`` says of choices, by their place, why they cannot be read."""
     choices = answer.choices or []
-    _check_usage(answer, wanted.prompt_tokens)
+    _check_usage(answer, wanted)
     _check_indices(choices)
     single = wanted.n == 1 and len(choices) == 1
     good: dict[int, GoodChoice] = {}
     problems: dict[int, str] = {}
     given_up: list[str] = []
+    unfit_routes: str | None = None
     extra = no_ids = 0
     for place, choice in enumerate(choices):
         index = place if choice.index is None else choice.index
@@ -170,6 +181,8 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
         read = _judge(index, choice, ids, status, answer, wanted, retokenised=again)
         if isinstance(read, str):
             problems[index] = read
+            if isinstance(read, _UnfitRoutes):
+                unfit_routes = read
         else:
             good[index] = read
     if no_ids and no_ids == len(choices) - extra:
@@ -190,6 +203,7 @@ def judge(answer: Answer, wanted: Wanted, faults: dict[int, Fault]) -> ReadAnswe
         queue_seconds=answer.queue_seconds,
         identity=answer.single_identity,
         prompt_tokens=answer.usage.prompt_tokens if answer.usage else None,
+        unfit_routes=unfit_routes,
     )
 
 
@@ -215,11 +229,15 @@ def decode(body: bytes, quoted: Callable[[bytes], str]) -> tuple[Answer, dict[in
     return answer, faults
 
 
-def _check_usage(answer: Answer, prompt_tokens: int | None) -> None:
+def _check_usage(answer: Answer, wanted: Wanted) -> None:
     said = answer.usage.prompt_tokens if answer.usage else None
-    if said is not None and prompt_tokens is not None and said != prompt_tokens:
+    if said is None:
+        return
+    sent = said if wanted.prompt_tokens is None else wanted.prompt_tokens
+    if said != sent or said < wanted.least_prompt_tokens:
         raise UnfitAnswer(
-            f"the server counted {said} prompt tokens where {prompt_tokens} were sent: it changed the prompt",
+            f"the server counted {said} prompt tokens where {max(sent, wanted.least_prompt_tokens)} were sent: "
+            "it changed the prompt",
             hint="Serve the model without prompt truncation and without special tokens added to token-id prompts",
         )
 
@@ -280,7 +298,7 @@ def _judge(
         values = ()
     routes: RoutedExperts | None = None
     if wanted.routed_experts and not aborted:
-        found = _routes(answer, wanted, len(ids))
+        found = _routes(answer, choice, wanted, len(ids))
         if isinstance(found, str):
             return found
         routes = found
@@ -306,10 +324,17 @@ def _logprobs(choice: Choice, tokens: int) -> tuple[float, ...] | str:
     return given
 
 
-def _routes(answer: Answer, wanted: Wanted, tokens: int) -> RoutedExperts | str:
-    raw = bytes(answer.nvext.routed_experts) if answer.nvext else b""
-    if raw in (b"", b"null"):
-        return "it has no routed experts (the deployment's engine option enable-return-routed-experts)"
+def _routes(answer: Answer, choice: Choice, wanted: Wanted, tokens: int) -> RoutedExperts | _UnfitRoutes:
+    raw = answer.routed_experts(choice)
+    if not raw:
+        return _UnfitRoutes("it has no routed experts (the deployment's engine option enable-return-routed-experts)")
     from cwtrain_rollout._routes import read_routes
 
-    return read_routes(raw, rows=(wanted.prompt_tokens or 0) + tokens - 1)
+    prompt = wanted.prompt_tokens
+    if prompt is None:
+        prompt = answer.usage.prompt_tokens if answer.usage else None
+    if prompt is None:
+        prompt = wanted.least_prompt_tokens
+    apart = bytes(answer.prompt_routed_experts)
+    found = read_routes(raw, rows=prompt + tokens - 1, prompt=b"" if apart == b"null" else apart)
+    return _UnfitRoutes(found) if isinstance(found, str) else found

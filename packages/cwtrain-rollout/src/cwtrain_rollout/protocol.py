@@ -63,7 +63,7 @@ _OURS = {
     **dict.fromkeys(
         (
             "logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids",
-            "skip_special_tokens", "include_stop_str_in_output", "detokenize", "return_routed_experts",
+            "skip_special_tokens", "include_stop_str_in_output", "detokenize",
         ),
         "what an answer must have is RolloutConfig's",
     ),
