@@ -3,6 +3,7 @@ to give instead; in a fork it has connections, locks and random numbers of its o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import gc
@@ -10,6 +11,7 @@ import importlib
 import inspect
 import os
 import pickle
+import warnings
 from enum import Enum
 
 import attrs
@@ -20,6 +22,7 @@ from cwtrain.config import ApiConfig
 from cwtrain.errors import ConfigError
 from cwtrain.hotload import CheckpointBase, HotLoader, MemoryBase, MirrorBase, SnapshotWriter, WeightMirror
 from cwtrain.infra import InferenceClient
+from cwtrain.infra._hold import held
 from cwtrain.plugins import Plugins
 from cwtrain.storage import Location, MemoryStore, S3Store, s3_client
 from cwtrain_rollout import Group, Replay, RolloutConfig, Sampler, SamplingParams
@@ -138,7 +141,7 @@ def test_a_loader_goes_to_the_same_store_with_the_keys_of_the_other_process():
         os.environ.update({"AWS_ACCESS_KEY_ID": "other", "AWS_SECRET_ACCESS_KEY": "keys", "AWS_REGION": "elsewhere"})
         assert (again.deployment_id, again.poll_interval, again.timeout, again.run_id) == ("dep", 2, 7, "r")
         again._deployment = FakeService().deployment
-        settings = again.store.settings
+        settings = again.store.inner.settings
     assert (settings.endpoint_url, settings.region) == (server.url, "r")
 
 
@@ -289,6 +292,57 @@ def test_a_fork_writes_nothing_into_what_its_parent_holds(tmp_path):
 
 def a_mirror_base(mirror):
     return MirrorBase(mirror, "v0")
+
+
+class Left(Exception):
+    """Ends a block in the child of a plain fork."""
+
+
+def fork():
+    with warnings.catch_warnings():  # of a fork beside threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def left_in_a_fork(block):
+    """Leave `block`, a context manager, in a plain fork, and return how that ended; then here."""
+    pid = None
+    try:
+        with block as held:
+            pid = fork()
+            if pid == 0:
+                raise Left
+            status = os.waitpid(pid, 0)[1]
+            yield held
+    except Left:
+        os._exit(7)
+    finally:
+        if pid == 0:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_leaving_a_block_in_a_fork_deletes_no_deployment_of_the_parent():
+    service = FakeService()
+    service.create_deployment = lambda spec: service.deployment
+    service.delete_deployment = lambda name: service.calls.append(("delete", name))
+    block = held(service, {"id": "dep"}, wait=service.get_deployment, delete=service.delete_deployment)
+    for _ in left_in_a_fork(block):
+        assert ("delete", "dep") not in service.calls
+    assert ("delete", "dep") in service.calls
+
+
+def test_a_fork_within_a_running_event_loop_samples_by_itself():
+    with CompletionsServer() as server:
+        sampler = Sampler(a_config(base_url=server.url), plugins=Plugins())
+        groups, sampling = [Group(prompt=(1,))], SamplingParams(max_tokens=2)
+
+        async def scenario():
+            await sampler.sample(groups, sampling)
+            got = forked(lambda: len(sampler.sample_groups(groups, sampling)))
+            return got, len(await sampler.sample(groups, sampling))
+
+        assert asyncio.run(scenario()) == (1, 1)
 
 
 def test_what_is_gone_is_not_renewed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -74,6 +75,7 @@ class _Tenure:
         self._clock = clock
         self._sleep = sleep
         self._ours: bool | None = False  # None: perhaps
+        self._process = os.getpid()
 
     def create(self) -> Deployment:
         self._ours = None
@@ -95,8 +97,11 @@ class _Tenure:
         return created
 
     def end(self, error: BaseException | None) -> None:
-        """Delete the deployment. ``error`` is what ended the block; a failed delete adds a note to it."""
-        if self._ours is False:
+        """Delete the deployment. ``error`` is what ended the block; a failed delete adds a note to it.
+
+        A process that was forked in the block and leaves it, too, deletes nothing.
+        """
+        if self._ours is False or self._process != os.getpid():
             return
         try:
             if self._ours or self._has_shown_up():
