@@ -102,9 +102,14 @@ def demo(
 
         result = run_demo(config, on_step=show, say=ctx.out.say)
     if report:
-        with open(report, "w", encoding="utf-8") as file:
-            file.write(report_html(result))
-        ctx.out.say(f"report: {report}")
+        try:
+            with open(report, "w", encoding="utf-8") as file:
+                file.write(report_html(result))
+        except OSError as exc:
+            # What was trained and served is told all the same.
+            ctx.out.say(f"warning: the report {report} could not be written: {exc.strerror}")
+        else:
+            ctx.out.say(f"report: {report}")
     ctx.out.say(
         f"reward {result.reward_start:.3f} -> {result.reward_end:.3f} in {steps} steps, "
         f"{len(result.versions)} versions, {result.seconds['total']:.1f} s; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import logging
 import os
 import threading
 from collections import deque
@@ -21,6 +22,8 @@ from cwtrain.errors import ConfigError
 from cwtrain_rollout.transport import ListsModels, NoAnswer, Reply, StreamedReply, Transport
 
 __all__ = ["Recorder", "Replay"]
+
+log = logging.getLogger("cwtrain.rollout")
 
 _MODELS = b'{"GET": "/models"}'
 """Stands in a recording for the request for the endpoint's models."""
@@ -44,7 +47,11 @@ class _Line(msgspec.Struct):
 
 
 class Recorder:
-    """Another transport, with every request and what came of it appended to a file."""
+    """Another transport, with every request and what came of it appended to a file.
+
+    A file that cannot be written any more (a full disk, a limit, a mount that is gone) ends the recording with one
+    warning, and never a rollout.
+    """
 
     def __init__(
         self, inner: Transport, path: str | os.PathLike[str], *, hide: Callable[[str], str] = lambda text: text
@@ -52,9 +59,11 @@ class Recorder:
         self._inner, self._path, self._hide = inner, Path(path), hide
         self._lock = threading.Lock()
         renew_locks_after_fork(self, "_lock")
+        self._stopped = False
         try:
-            with self._path.open("ab"):
-                pass
+            with self._path.open("ab") as file:
+                # A line that another process could not end would take the next one along.
+                self._within_a_line = file.seekable() and file.tell() > 0 and not _ends_a_line(self._path)
         except OSError as exc:
             raise ConfigError(
                 f"CWTRAIN_ROLLOUT_RECORD={str(self._path)!r} cannot be written: {exc.strerror}",
@@ -89,10 +98,11 @@ class Recorder:
     async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:
         """Send it on and note what came, as far as it was read."""
         line = self._line(body, headers)
-        events: list[str] = []
+        events: list[str] | None = None
 
         async def noted(inner: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             async for event in inner:
+                assert events is not None
                 events.append(self._hide(event.decode("utf-8", "replace")))
                 yield event
 
@@ -105,12 +115,13 @@ class Recorder:
                     yield streamed
                 else:
                     assert streamed.events is not None
+                    events, line.queue_seconds = [], streamed.queue_seconds
                     yield StreamedReply(reply=None, events=noted(streamed.events), queue_seconds=streamed.queue_seconds)
         except NoAnswer as exc:
             line.no_answer, line.cut = self._hide(str(exc)), exc.cut
             raise
         finally:
-            line.events = events or None
+            line.events = events
             self._write(line)
 
     async def aclose(self) -> None:
@@ -122,15 +133,45 @@ class Recorder:
         return _Line(at=at, request_id=headers.get("X-Request-Id", ""), request=msgspec.json.decode(body))
 
     def _write(self, line: _Line) -> None:
+        if self._stopped:
+            return
         raw = msgspec.json.encode(line) + b"\n"
-        with self._lock, self._path.open("ab") as file:
-            file.write(raw)
+        with self._lock:
+            if self._stopped:
+                return
+            whole: int | None = None
+            try:
+                with self._path.open("ab") as file:
+                    whole = file.tell() if file.seekable() else None
+                    file.write(b"\n" + raw if self._within_a_line else raw)
+                self._within_a_line = False
+            except OSError as exc:
+                self._stopped = True
+                log.warning(
+                    "CWTRAIN_ROLLOUT_RECORD=%r cannot be written any more: %s. Recording has stopped; rollouts go on",
+                    str(self._path),
+                    exc.strerror or exc,
+                )
+                if whole is not None:
+                    # What was written of the last line is of no use.
+                    with contextlib.suppress(OSError):
+                        os.truncate(self._path, whole)
+
+
+def _ends_a_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+    except OSError:  # it may be written and not read
+        return True
 
 
 class Replay:
     """A recorded file in place of an endpoint: ``Sampler(config, transport=Replay(path))``.
 
-    A request gets the answers of those recorded ones that asked the same (seeds and salts aside), in their order.
+    A request gets the answers of those recorded ones that asked the same (seeds and salts aside), in their order. A
+    line that was not written to its end is left out with a warning.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -139,11 +180,19 @@ class Replay:
         decoder = msgspec.json.Decoder(_Line)
         try:
             with self._path.open("rb") as file:
-                for raw in file:
-                    if raw.strip():
-                        line = decoder.decode(raw)
-                        self._lines.setdefault(_key(line.request), deque()).append(line)
-        except (OSError, msgspec.DecodeError) as exc:
+                for number, raw in enumerate(file, 1):
+                    if not raw.strip():
+                        continue
+                    try:
+                        line = decoder.decode(raw.rstrip(b"\n"))
+                    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                        # Cut short: it has no end, or another process ended it for the next line's sake.
+                        if raw.endswith(b"\n") and "truncated" not in str(exc):
+                            raise
+                        log.warning("Line %d of %s was not written to its end, and is left out", number, self._path)
+                        continue
+                    self._lines.setdefault(_key(line.request), deque()).append(line)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(
                 f"{self._path} cannot be replayed: {exc}", hint="give a file that CWTRAIN_ROLLOUT_RECORD wrote"
             ) from exc
@@ -172,7 +221,7 @@ class Replay:
             if line.no_answer is not None:
                 raise NoAnswer(line.no_answer, cut=line.cut)
 
-        yield StreamedReply(reply=None, events=events())
+        yield StreamedReply(reply=None, events=events(), queue_seconds=line.queue_seconds)
 
     async def aclose(self) -> None:
         """Nothing is open."""
