@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import logging
+import math
 import random
 import re
 import weakref
@@ -18,7 +19,7 @@ from cwtrain.events import RolloutRetried, RolloutUnavailable, WeightVersionSeen
 from cwtrain_rollout.admission import Admission
 from cwtrain_rollout.config import RolloutConfig
 from cwtrain_rollout.errors import RolloutRequestError
-from cwtrain_rollout.protocol import SEEDS, SamplerTotals
+from cwtrain_rollout.protocol import SEEDS, SampledGroup, SamplerTotals, SamplingParams
 from cwtrain_rollout.served import ServedWeights
 from cwtrain_rollout.spans import History, Load
 from cwtrain_rollout.transport import ListsModels, NoAnswer, Reply, Transport
@@ -46,6 +47,9 @@ _LENGTH = re.compile(r"context|length|max_model_len|too long|longer than|too man
 _LENGTHS = ("max_model_len", "context_length", "context_window")
 """What a model of the endpoint's list calls its context."""
 _SHORT_ANSWERS = 2
+_NO_CHANCE = math.log(1e-3)
+_GREEDY = 1e-4
+"""Below this temperature engines decode greedily, and report the log-probs of temperature 1."""
 _RETRY_BURST = 30.0
 """Seconds for which retries are one burst: plugins are told once."""
 
@@ -104,6 +108,8 @@ class Engine:
     _asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = attrs.field(
         factory=weakref.WeakKeyDictionary
     )
+    _equal: float | None = 0.0
+    """The log of the chance of seeded groups that were all equal; None when that is no question any more."""
     _short: int = 0
     _warned: set[str] = attrs.field(factory=set)
     _seen: set[str] = attrs.field(factory=set)
@@ -203,6 +209,34 @@ class Engine:
                 if reply.good or (400 <= reply.status < 500 and reply.status not in _REFUSALS):
                     self._told = (_context_in(reply.body, self.config.model) if reply.good else None,)
         return self._told[0] if self._told else None
+
+    def watch_seeds(self, group: SampledGroup, sampling: SamplingParams) -> None:
+        """Look at the samples of one seed: that all are equal is suspicious where the policy would hardly do it.
+
+        How likely it is, the log-probs say; a policy that is certain repeats itself. Groups in a row count together,
+        and one whose samples differ ends the question: this endpoint draws each choice by itself.
+        """
+        if (
+            self._equal is None
+            or sampling.temperature < _GREEDY
+            or (sampling.needs_processed and self.mode != "processed")
+        ):
+            # Decided; or the log-probs are of another distribution than the one that was drawn from.
+            return
+        first, *others = group.samples
+        if not all(sample.logprobs for sample in group.samples):
+            return
+        if any(sample.token_ids != first.token_ids for sample in others):
+            self._equal = None
+            return
+        self._equal += len(others) * sum(first.logprobs)
+        if self._equal < _NO_CHANCE:
+            self._equal = None
+            log.warning(
+                "All %d samples of a seeded group are equal, and their log-probs say that this is no chance: the "
+                "endpoint may give every choice the same seed",
+                len(group.samples),
+            )
 
     def ask_for_completion_ids(self) -> None:
         """Turn to the ids that Dynamo gives beside an answer of one choice."""

@@ -310,6 +310,7 @@ class GroupRun:
         """Keep the good choices; return what was wrong with the others."""
         engine, totals = self.engine, self.engine.totals
         self._used += bool(read.choices)
+        totals.answers += bool(read.choices)
         totals.prompt_tokens += len(ask.prompt)
         named = None
         if read.identity is not None:

@@ -62,6 +62,7 @@ class Bench:
     def result(self) -> dict[str, Any] | None:
         """Return rates, latencies of groups, and the window over time; None where nothing has been sent.
 
+        Requests, tokens and groups are those that were answered; where no group was, its latencies are None.
         ``interrupted``: it was ended before all was answered, and the figures are those of what was.
         """
         if self._rates is None:
@@ -108,11 +109,11 @@ class Bench:
             "seconds": round(busy, 3),
             "groups": finished,
             "groups_per_second": round(finished / busy, 3),
-            "requests_per_second": round((totals.requests - before["requests"]) / busy, 3),
+            "requests_per_second": round((totals.answers - before["answers"]) / busy, 3),
             "tokens_per_second": round((totals.completion_tokens - before["completion_tokens"]) / busy, 1),
         }
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def _percentile(values: Sequence[float], share: float) -> float | None:
     ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else 0.0
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import random
 import secrets
 import time
@@ -118,14 +119,14 @@ class ChatSampler:
         scorer: Callable[[Conversation, ChatAnswer], float | Awaitable[float]],
         **options: Any,
     ) -> float:
-        """Return the mean score of the answers; ``options`` are those of ``chat``."""
+        """Return the mean score of the answers, NaN where there are none; ``options`` are those of ``chat``."""
         scores = []
         conversations = list(conversations)
         for messages, answers in zip(conversations, await self.chat(conversations, **options), strict=True):
             for answer in answers:
                 score = scorer(messages, answer)
                 scores.append(float(await score if inspect.isawaitable(score) else score))
-        return sum(scores) / len(scores) if scores else 0.0
+        return sum(scores) / len(scores) if scores else math.nan
 
     async def sample(
         self, groups: Sequence[Group], sampling: SamplingParams, *, cache_salt: str | None = None

@@ -497,6 +497,8 @@ class SamplerTotals:
 
     requests: int = 0
     """HTTP requests sent, retries included."""
+    answers: int = 0
+    """Requests whose answer gave samples, or at least one of them."""
     samples: int = 0
     retries: int = 0
     refusals: int = 0

@@ -380,17 +380,10 @@ class Rollout(OneProcess):
         for index in range(run.group.n):
             got = run.got.get(index)
             made.append(self._partial(run, index, after) if got is None else self._sample(index, got, after))
-        if (
-            run.group.seed is not None
-            and run.group.n > 1
-            and len({sample.token_ids for sample in made}) == 1
-            and made[0].token_ids
-        ):
-            self._engine.warn_once(
-                "All %d samples of a seeded group are equal: the endpoint may give every choice the same seed",
-                run.group.n,
-            )
-        return SampledGroup(group=run.group, samples=tuple(made), place=run.place)
+        group = SampledGroup(group=run.group, samples=tuple(made), place=run.place)
+        if run.group.seed is not None and run.group.n > 1 and group.whole:
+            self._engine.watch_seeds(group, run.sampling)
+        return group
 
     def _sample(self, index: int, got: Got, after: History | None) -> Sample:
         choice, span = got.choice, self._span(got, after)
