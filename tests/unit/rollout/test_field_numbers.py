@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cwtrain.plugins import Plugins
-from cwtrain_rollout import Drift, Group, RolloutConfig, RolloutError, Sampler, SamplingParams
+from cwtrain_rollout import Group, RolloutConfig, RolloutError, Sampler, SamplingParams
 from cwtrain_rollout.bench import Bench
 from cwtrain_rollout.chat import ChatSampler
 from cwtrain_rollout.transport import NoAnswer, Reply
@@ -156,26 +156,19 @@ def test_only_answered_requests_are_in_the_rate() -> None:
     async def scenario() -> Any:
         endpoint = Busy(service=0.0)
         config = RolloutConfig(base_url="http://endpoint", model="m", concurrency=4)
-        one = Sampler(config, transport=endpoint, plugins=Plugins(), sleep=no_pause)
+        one = Sampler(config, transport=endpoint, plugins=Plugins())
         load = Bench(one, [(1,)], n=1, seconds=1e9, sampling=SamplingParams(max_tokens=1))
         task = asyncio.create_task(load.run())
-        while len(endpoint.bodies) < 8 or len(load._latencies) < 3:
+        while len(endpoint.bodies) < 6 or len(load._latencies) < 3:
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return load.result()
 
     found = asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert found["totals"]["requests"] >= 8
+    assert found["totals"]["requests"] >= 6
     assert (found["totals"]["answers"], found["groups"]) == (3, 3)
     assert found["requests_per_second"] == found["groups_per_second"] > 0
-
-
-def test_drift_over_nothing_is_no_number() -> None:
-    drift = Drift()
-    assert math.isnan(drift.mean)
-    assert all(math.isnan(value) for value in drift.update([], []).values())
-    assert (drift.alarms, drift.tokens) == (0, 0)
 
 
 def test_an_evaluation_of_no_conversations_is_no_number() -> None:

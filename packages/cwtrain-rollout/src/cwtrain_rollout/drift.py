@@ -7,7 +7,6 @@ older weights, of raw log-probs, or of weights that are not those the trainer th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -36,10 +35,7 @@ class Drift:
     alarms: int = 0
 
     def update(self, samples: Iterable[Sample], trainer_logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
-        """Compare a batch, and return its metrics, NaN where it has no tokens; the totals go on.
-
-        Raises ``ConfigError`` where lengths differ.
-        """
+        """Compare a batch, and return its metrics; the totals go on. Raises ``ConfigError`` where lengths differ."""
         tokens, total, largest = 0, 0.0, 0.0
         samples, trainer_logprobs = list(samples), list(trainer_logprobs)
         if len(samples) != len(trainer_logprobs):
@@ -59,12 +55,10 @@ class Drift:
                 total += apart
                 largest = max(largest, apart)
             tokens += len(ours)
-        if not tokens:
-            return {"rollout/logprob_drift_mean": math.nan, "rollout/logprob_drift_max": math.nan}
         self.tokens += tokens
         self.total += total
         self.largest = max(self.largest, largest)
-        mean = total / tokens
+        mean = total / tokens if tokens else 0.0
         if not (mean <= self.mean_threshold and largest <= self.max_threshold):  # NaN is within nothing
             self.alarms += 1
             log.warning(
@@ -79,5 +73,5 @@ class Drift:
 
     @property
     def mean(self) -> float:
-        """Mean over everything so far; NaN where nothing has been compared."""
-        return self.total / self.tokens if self.tokens else math.nan
+        """Mean over everything so far."""
+        return self.total / self.tokens if self.tokens else 0.0
