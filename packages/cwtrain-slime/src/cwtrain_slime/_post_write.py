@@ -92,6 +92,7 @@ class Adapter:
         self._saved: SavedCheckpoints | None = None
         self._progress = ""
         self._ending = False
+        self._process = os.getpid()
 
     # -- the two calls -------------------------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class Adapter:
             self._run_id = self._publisher.run_id
             if not settings.wait and not self._ending:
                 self._ending = True
-                atexit.register(self._finish, os.getpid())
+                atexit.register(self._finish)
         return self._publisher
 
     def _settings(self, run: RunArgs) -> HotLoadConfig:
@@ -315,12 +316,12 @@ class Adapter:
         if publisher is not None:
             publisher.close()
 
-    def _finish(self, process: int) -> None:
-        """With WAIT=0 wait for the last hot-load as ``process`` ends; one that is killed leaves it to the service.
+    def _finish(self) -> None:
+        """With WAIT=0 wait for the last hot-load as the process ends; one that is killed leaves it to the service.
 
         A process that was forked from it (a loader of data) has nothing to wait for.
         """
-        if self._publisher is None or os.getpid() != process:
+        if self._publisher is None or os.getpid() != self._process:
             return
         try:
             self._publisher.finish(deadline=self._publisher.settings.timeout)
