@@ -95,6 +95,7 @@ class MemoryBase(OneProcess):
         self._identity: str | None = None
         self._before: str | None = None
         self._touched = False
+        self._types_before = self._types
         self._loaded: dict[str, str] | None = None
 
     def __repr__(self) -> str:
@@ -153,13 +154,14 @@ class MemoryBase(OneProcess):
         """Get ready for a new version. Raises ConfigError in a forked process, which shares its memory."""
         self._check_process()
         self._before, self._identity = self._identity, None
-        self._touched = fill
+        self._touched, self._types_before = False, self._types
         if fill:
             # Buffers of tensors that are there already are used again: the memory is never taken twice.
             self._types = {}
 
     def declare(self, name: str, kind: TensorType) -> None:
         """Make room for a tensor."""
+        self._touched = True
         held = self._data.get(name)
         if held is None or len(held) != kind.size_bytes:
             self._data.pop(name, None)
@@ -187,7 +189,7 @@ class MemoryBase(OneProcess):
         if self._touched:
             self._types = {}
         else:
-            self._identity = self._before
+            self._identity, self._types = self._before, self._types_before
 
 
 class CheckpointBase:

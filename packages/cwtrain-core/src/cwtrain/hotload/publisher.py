@@ -99,11 +99,12 @@ class Publisher(OneProcess):
     """Publishes a trainer's versions to one deployment; made once, on the one rank that publishes.
 
     ``disk_dir`` is the directory that holds the trainer's version directories, ``base`` the checkpoint that its first
-    delta applies to (``--hf-checkpoint``). ``number_of`` reads the version from a directory's name (by default
-    ``weight_v000007``). ``tensor_base`` makes it a publisher of tensors: ``memory``, ``disk`` or ``none`` says where
-    the base of the next delta lives, and no mirror is kept beside it. ``framework`` and ``world_size`` are for the
-    events. ``client`` is an ``InferenceClient``, ``s3`` a boto3 client or an object store; both are made from the
-    environment without them. ``on_progress`` hears of uploads and hot-loads. ``poll_interval`` is in seconds.
+    delta applies to (``--hf-checkpoint``). A publisher of tensors needs no ``disk_dir``: without one and STATE_DIR its
+    state lies in ``<run>-hotload`` in the working directory. ``number_of`` reads the version from a directory's name
+    (by default ``weight_v000007``). ``tensor_base`` makes it a publisher of tensors: ``memory``, ``disk`` or ``none``
+    says where the base of the next delta lives, and no mirror is kept beside it. ``framework`` and ``world_size`` are
+    for the events. ``client`` is an ``InferenceClient``, ``s3`` a boto3 client or an object store; both are made from
+    the environment without them. ``on_progress`` hears of uploads and hot-loads. ``poll_interval`` is in seconds.
 
     Raises ConfigError for settings that do not fit together, MirrorLockedError naming the process that works with the
     same STATE_DIR. Every call raises ConfigError where something in STATE_DIR cannot be read or written.
@@ -115,7 +116,7 @@ class Publisher(OneProcess):
         self,
         settings: HotLoadConfig,
         *,
-        disk_dir: str | os.PathLike[str],
+        disk_dir: str | os.PathLike[str] | None = None,
         base: str | os.PathLike[str] | None = None,
         framework: str = "own",
         world_size: int = 1,
@@ -131,9 +132,10 @@ class Publisher(OneProcess):
     ) -> None:
         where = base_place(tensor_base)
         self.settings = settings
-        self.disk_dir = os.path.realpath(os.fspath(disk_dir))
         self.base = None if base is None else os.path.realpath(os.fspath(base))
-        self.run_id = settings.run_id or _stamped(self.disk_dir)
+        self.run_id = settings.run_id or _stamped("run" if disk_dir is None else os.path.realpath(os.fspath(disk_dir)))
+        # Without a trainer's directory the run's name, here, stands for one: the state lies beside it.
+        self.disk_dir = os.path.realpath(self.run_id if disk_dir is None else os.fspath(disk_dir))
         self._framework = framework
         self._world_size = world_size
         self._number_of = number_of

@@ -21,6 +21,7 @@ whose ``finalise`` writes manifest and index. Until then no reader sees anything
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import uuid
@@ -46,6 +47,7 @@ from cwtrain.hotload._writer_index import streamed_index
 from cwtrain.hotload._writer_receipts import ShardReceipt, WrittenSnapshot, check_receipts, written_snapshot
 from cwtrain.hotload._writer_shards import ShardSink
 from cwtrain.hotload._writer_side import read_side_files
+from cwtrain.hotload._writer_tied import adler32_of, may_be_tied, not_in_base, tied_names
 from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.hotload.upload import require_bytes
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
@@ -62,6 +64,8 @@ from cwtrain.storage.patient import patient
 from cwtrain.storage.stream import StreamSizes, StreamUpload
 
 __all__ = ["ShardReceipt", "SnapshotWriter", "WrittenSnapshot", "new_upload_id"]
+
+_log = logging.getLogger("cwtrain.hotload")
 
 DEFAULT_MEMORY_BYTES = 320 << 20
 _JOBS_A_WORKER = 3
@@ -143,6 +147,10 @@ class SnapshotWriter(OneProcess):
         self._run_id, self._deployment_id, self._version = run_id, deployment_id, version
         self._types: dict[str, TensorType] = {}
         self._added: set[str] = set()
+        self._tied: dict[str, tuple[TensorType, str]] = {}
+        """Names that the base does not have, with what they hold: an equal tensor of the base stands for each."""
+        fixed = base is not None and (not self._full or (base.shared and not base.sparse))
+        self._held = base.types() if base is not None and fixed else None
         self._error: BaseException | None = None
         self._receipt: ShardReceipt | None = None
         self._done = False
@@ -214,7 +222,12 @@ class SnapshotWriter(OneProcess):
         if self._receipt is not None:
             raise SnapshotError(f"{self.identity}: tensor {name!r} comes after close()")
         self._upload.check()
-        self._accept(name, TensorType(found.dtype, found.shape, found.size_bytes))
+        kind = TensorType(found.dtype, found.shape, found.size_bytes)
+        if (held := self._held) is not None and name not in self._added and may_be_tied(name, kind, held):
+            self._tied[name] = (kind, adler32_of(found))
+            self._added.add(name)
+            return
+        self._accept(name, kind)
         self._pipeline.add(name, found.size_bytes, found.pieces)
 
     def close(self, *, raises: bool = True) -> ShardReceipt:
@@ -229,6 +242,7 @@ class SnapshotWriter(OneProcess):
                     if self._base is not None and not self._base.shared and not self._full:
                         self._check_all_added(self._base.types().keys())
                     self._pipeline.finish()
+                    self._settle_tied()
                     self._check_left_out()
                     self._sink.finish()
                     self._upload.wait()
@@ -357,12 +371,20 @@ class SnapshotWriter(OneProcess):
             if self._base is not None:
                 self._base.declare(name, kind)
         elif (known := self._types.get(name)) != kind:
-            what = "not in it" if known is None else f"{known.dtype} {list(known.shape)} there"
-            raise SnapshotError(
-                f"tensor {name!r} is {kind.dtype} {list(kind.shape)}, but {what}: the base {self._base!r}",
-                hint="a delta needs the same tensors as its base, in the same dtypes and shapes",
-            )
+            raise not_in_base(name, kind, known, self.previous_identity)
         self._added.add(name)
+
+    def _settle_tied(self) -> None:
+        """Leave out names that the base does not have where they are tied to a tensor that is in it, and equal."""
+        for name, (kind, checksum) in self._tied.items():
+            equal = (
+                other
+                for other, encoded in self._sink.results.items()
+                if encoded.checksum == checksum and self._types[other] == kind and tied_names(name, other)
+            )
+            if (other := next(equal, None)) is None:
+                raise not_in_base(name, kind, None, self.previous_identity)
+            _log.info("%s: %s is left out: it is tied to %s, and equal", self.identity, name, other)
 
     def _check_all_added(self, names: Collection[str]) -> None:
         if missing := sorted(set(names) - self._added):

@@ -44,6 +44,8 @@ class TensorInput:
     size_bytes: int
     pieces: Callable[[], Iterator[memoryview]] = attrs.field(repr=False)
     """Its bytes in order, in views that are valid until the next one."""
+    address: int | None = attrs.field(default=None, repr=False)
+    """Where its bytes lie in memory in one piece, None where they do not."""
 
 
 def tensor_input(
@@ -188,7 +190,13 @@ def _from_torch(name: str, tensor: Any) -> TensorInput:
             here = part.contiguous().to("cpu")
             yield _at_pointer(here, int(here.numel()) * width)
 
-    return TensorInput(dtype=_dtype(name, found), shape=shape, size_bytes=size, pieces=pieces)
+    return TensorInput(
+        dtype=_dtype(name, found),
+        shape=shape,
+        size_bytes=size,
+        pieces=pieces,
+        address=int(tensor.data_ptr()) if tensor.is_contiguous() else None,
+    )
 
 
 def _at_pointer(tensor: Any, size: int) -> memoryview:
@@ -212,7 +220,14 @@ def _from_array(name: str, array: Any) -> TensorInput:
         for part in _parts(array, lambda one: int(one.nbytes)):
             yield memoryview(part.astype(native, order="C").reshape(-1).view("u1"))
 
-    return TensorInput(dtype=_dtype(name, found), shape=tuple(map(int, array.shape)), size_bytes=size, pieces=pieces)
+    plain = array.flags.c_contiguous and array.dtype.isnative
+    return TensorInput(
+        dtype=_dtype(name, found),
+        shape=tuple(map(int, array.shape)),
+        size_bytes=size,
+        pieces=pieces,
+        address=int(array.__array_interface__["data"][0]) if plain else None,
+    )
 
 
 def _from_buffer(name: str, view: memoryview) -> TensorInput:

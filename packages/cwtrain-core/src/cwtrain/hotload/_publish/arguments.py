@@ -11,7 +11,7 @@ import attrs
 
 from cwtrain.errors import ConfigError
 from cwtrain.hotload._publish.plan import TensorBase, Tensors
-from cwtrain.snapshots._inputs import tensor_input
+from cwtrain.snapshots._inputs import TensorInput, tensor_input
 from cwtrain.snapshots.header import unfit_names
 
 __all__ = ["NamedTensors", "base_place", "baseline_wait", "named_tensors", "version_of"]
@@ -43,12 +43,14 @@ class NamedTensors:
         for name, tensor in pairs:
             yield name, tensor, self.dtype.get(name) if isinstance(self.dtype, Mapping) else self.dtype
 
-    @property
-    def size_bytes(self) -> int | None:
-        """Bytes of all of them, None where only making them would tell."""
+    def inputs(self) -> dict[str, TensorInput] | None:
+        """Return all of them, not read yet; None where only making them would tell.
+
+        Raises SnapshotError for what cannot be published as it is, by its type.
+        """
         if not isinstance(self.tensors, Mapping):
             return None
-        return sum(tensor_input(name, tensor, dtype=dtype).size_bytes for name, tensor, dtype in self)
+        return {name: tensor_input(name, tensor, dtype=dtype) for name, tensor, dtype in self}
 
 
 def named_tensors(tensors: Tensors, dtype: str | Mapping[str, str] | None = None) -> NamedTensors:
@@ -57,6 +59,11 @@ def named_tensors(tensors: Tensors, dtype: str | Mapping[str, str] | None = None
         raise ConfigError(
             f"names that are blank or have control characters are no names of tensors: {', '.join(map(repr, unfit))}",
             hint="rename them where the state dict is made",
+        )
+    if isinstance(tensors, Mapping) and isinstance(dtype, Mapping) and (unknown := sorted(dtype.keys() - tensors)):
+        raise ConfigError(
+            f"dtype= names {', '.join(map(repr, unknown[:5]))}, which is no tensor that is given",
+            hint="give dtypes by the names of the tensors",
         )
     if isinstance(tensors, Mapping) or callable(tensors):
         return NamedTensors(tensors, dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -25,12 +25,15 @@ from cwtrain.hotload._publish.plan import TensorBase, TensorPlan
 from cwtrain.hotload._publish.report import Measures
 from cwtrain.hotload._publish.send import Budget, ended_badly
 from cwtrain.hotload._publish.state import Pending, WriteKind, Written
+from cwtrain.hotload._writer_tied import check_fits
 from cwtrain.hotload.bases import MemoryBase, MirrorBase
 from cwtrain.hotload.mirror import WeightMirror
 from cwtrain.hotload.writer import WrittenSnapshot, new_upload_id
 from cwtrain.models.service import HotLoad, HotLoadState
 from cwtrain.models.snapshot import PublishPlan, SnapshotKind
 from cwtrain.models.sync import SnapshotChoice, WeightSyncRequest
+from cwtrain.snapshots._inputs import TensorInput
+from cwtrain.snapshots._model_rules import wrapped_names
 from cwtrain.snapshots._write import require_space
 from cwtrain.snapshots.identity import version_number
 
@@ -177,7 +180,10 @@ class TensorFeed:
 
     def publish(self, tensors: NamedTensors, number: int, event: WeightsWritten, budget: Budget) -> PublishOutcome:
         """Encode, upload and hot-load ``tensors`` as version ``number``; a delta that fails comes once more in full."""
-        self._check_room(tensors)
+        inputs = tensors.inputs()
+        if inputs is not None and (wrapped := wrapped_names(inputs)):
+            raise SnapshotError(wrapped)
+        self._check_room(inputs)
         self.place(number, budget)
         done = self._write(tensors, number, event, budget, again=None)
         if isinstance(done, PublishOutcome):
@@ -237,13 +243,17 @@ class TensorFeed:
             if isinstance(plan, PublishOutcome):
                 return plan
             workers = self.numbered.settings.upload_workers
+            with self._ending(plan):
+                # What does not fit is refused before the writer begins: afterwards, a base in memory would be lost.
+                tied = _tied(tensors, plan, base)
             with (
                 self._ending(plan),
                 plan.writer(loader.store, loader.location, base=base, upload_workers=workers) as writer,
             ):
                 for name, tensor, dtype in tensors:
                     budget.check(f"still writing {plan.identity}")
-                    writer.add(name, tensor, dtype=dtype)
+                    if name not in tied:
+                        writer.add(name, tensor, dtype=dtype)
                 return plan, writer.finalise([writer.close()])
 
         return sender.through_outages(attempt, budget, f"writing version {number}")
@@ -311,10 +321,11 @@ class TensorFeed:
         self._base = base = MirrorBase(mirror, identity)
         return base
 
-    def _check_room(self, tensors: NamedTensors) -> None:
+    def _check_room(self, inputs: Mapping[str, TensorInput] | None) -> None:
         """Refuse, at the start, a base for which there is no room."""
-        if self._checked or (size := tensors.size_bytes) is None:
+        if self._checked or inputs is None:
             return
+        size = sum(one.size_bytes for one in inputs.values())
         self._checked = True
         if self.where is TensorBase.MEMORY and (free := _memory_available()) is not None and size > free:
             raise ConfigError(
@@ -358,6 +369,14 @@ class TensorFeed:
         if self._base is None and self.where is TensorBase.DISK:
             self._open_mirror()
         return numbered.outcome(choice, plan.number, PublishState.COMPLETED, measures, budget)
+
+
+def _tied(tensors: NamedTensors, plan: TensorPlan, base: MemoryBase | MirrorBase | None) -> set[str]:
+    """Return which tensors are left out, where the base says what there are. Raises SnapshotError for what fits not."""
+    inputs = tensors.inputs()
+    if base is None or inputs is None or (plan.kind is SnapshotKind.FULL and base.sparse):
+        return set()
+    return check_fits(inputs, base.types(), plan.previous_identity)
 
 
 _PLACES = {
