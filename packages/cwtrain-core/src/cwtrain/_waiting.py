@@ -25,8 +25,8 @@ __all__ = ["Deadline", "Outage", "Pauses", "check_seconds", "header_floor", "pas
 
 _LEAST_SECONDS = 0.001
 """What is left of a time that is over, where nothing else may be asked for: a last look."""
-_TELL_SECONDS = 30.0
-"""How often somebody who waits is told what for."""
+_TELL_SECONDS = 14.0
+"""Somebody who waits is told what for with the first try after that: every half minute at least."""
 
 CLOCK_SKEW = "RequestTimeTooSkewed"
 _LATER = {
@@ -199,7 +199,7 @@ class Outage:
     def pause(self, error: CWTrainError, what: str, log: logging.Logger, *, floor: float) -> float | None:
         """Return the seconds until the next try, or None where the time for it is over.
 
-        Who waits is told at the beginning and then every half minute.
+        Who waits is told at the beginning and then every half minute at least.
         """
         self.tries += 1
         left = self.left()

@@ -81,7 +81,7 @@ class HotLoadConfig:
         converter=positive_seconds,
         metadata=env(
             "CWTRAIN_HOTLOAD_TIMEOUT",
-            help="seconds for readiness, for waiting for another hot-load, and for the hot-load",
+            help="seconds for readiness, for another hot-load, for the hot-load, and for an outage of API or store",
         ),
     )
     deadline: float | None = attrs.field(

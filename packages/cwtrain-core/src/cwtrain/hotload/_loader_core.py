@@ -117,7 +117,7 @@ class LoaderCore:
 
     def refresh_deployment(self) -> Deployment:
         """Ask the service for the deployment again."""
-        self._home._deployment = found = self._asking.get_deployment(self.deployment_id)
+        self._home._deployment = found = self.asking.get_deployment(self.deployment_id)
         return found
 
     @property
@@ -159,8 +159,12 @@ class LoaderCore:
         """The loader that a view was made of: what is found out once is kept there."""
         return self._origin or self
 
+    def _until(self, seconds: float) -> Deadline:
+        """Return when a wait of ``seconds`` is over: with the deadline where that comes first."""
+        return self._deadline if self._deadline.left() <= seconds else Deadline(seconds, self._clock)
+
     @property
-    def _asking(self) -> InferenceClient:
+    def asking(self) -> InferenceClient:
         """The client whose calls are over by the deadline."""
         left = self._deadline.left()
         return self.client if left == math.inf else self.client.within(max(left, _LAST_LOOK_SECONDS))
@@ -186,15 +190,15 @@ class LoaderCore:
 
     def hot_loads(self) -> list[HotLoad]:
         """Return all hot-loads of the deployment, newest first."""
-        return list(self._asking.list_hot_loads(self.deployment_id))
+        return list(self.asking.list_hot_loads(self.deployment_id))
 
     def active_hot_load(self) -> HotLoad | None:
         """Return the unfinished hot-load, or None."""
-        return chains.active(self.client.list_hot_loads(self.deployment_id))
+        return chains.active(self.asking.list_hot_loads(self.deployment_id))
 
     def latest_completed(self) -> HotLoad | None:
         """Return the newest COMPLETED hot-load, or None while the deployment serves its base weights."""
-        return chains.latest_completed(self.client.list_hot_loads(self.deployment_id))
+        return chains.latest_completed(self.asking.list_hot_loads(self.deployment_id))
 
     def current_identity(self) -> str | None:
         """Return the identity that the deployment serves, or None while it serves its base weights."""
@@ -203,12 +207,12 @@ class LoaderCore:
 
     def completed_hot_load(self, identity: str) -> HotLoad | None:
         """Return the newest COMPLETED hot-load of ``identity``, or None."""
-        return chains.completed(self.client.list_hot_loads(self.deployment_id), identity)
+        return chains.completed(self.asking.list_hot_loads(self.deployment_id), identity)
 
     def status(self, hot_load_id: str) -> tuple[HotLoad, list[HotLoadReplica]]:
         """Return a hot-load and its replicas, and warn about replicas that contradict COMPLETED."""
-        hot_load = self.client.get_hot_load(hot_load_id)
-        replicas = list(self.client.list_hot_load_replicas(hot_load_id))
+        hot_load = self.asking.get_hot_load(hot_load_id)
+        replicas = list(self.asking.list_hot_load_replicas(hot_load_id))
         warn_about_stragglers(hot_load, replicas)
         return hot_load, replicas
 
@@ -257,7 +261,7 @@ class LoaderCore:
     def operations(self) -> HotLoadOperations:
         """What asks for this deployment's hot-loads and follows them."""
         return HotLoadOperations(
-            client=self._asking,
+            client=self.asking,
             deployment_id=self.deployment_id,
             plugins=self.plugins,
             poll_interval=self.poll_interval,
@@ -293,7 +297,7 @@ class LoaderCore:
         deployment = self.deployment
         if deployment.status is not ResourceStatus.READY:
             self._home._deployment = wait_for_deployment(
-                self._asking,
+                self.asking,
                 self.deployment_id,
                 timeout=self._deadline.at_most(timeout),
                 poll_interval=self.poll_interval,

@@ -19,7 +19,7 @@ from cwtrain.hotload.operations import ServedReport
 from cwtrain.hotload.planning import plan_publish
 from cwtrain.hotload.progress import OnProgress
 from cwtrain.hotload.work import Work
-from cwtrain.infra._poll import Deadline, check_seconds
+from cwtrain.infra._poll import check_seconds
 from cwtrain.infra._requests import member
 from cwtrain.models.service import HotLoad, HotLoadState, PromptCachePolicy, SnapshotType
 from cwtrain.models.snapshot import PublishPlan
@@ -184,7 +184,7 @@ class HotLoader(LoaderCore):
                 # As old as what any wait goes by, at the most; what the service has begun since, it says itself.
                 known = hot_loads if self._clock() - listed < self.poll_interval else None
                 hot_load = self.operations.run(
-                    work, wait=wait, timeout=self._deadline.at_most(limit), on_progress=on_progress, known=known
+                    work, wait=wait, timeout=self._until(limit), on_progress=on_progress, known=known
                 )
                 if hot_load.state is HotLoadState.COMPLETED:
                     self.syncs.completed(hot_load, version=version)
@@ -271,8 +271,7 @@ class HotLoader(LoaderCore):
             previous = previous_in_bucket(lambda: self.store, self.location, name, given=previous_identity)
         work = Work(name, SnapshotType.INCREMENTAL if previous else SnapshotType.FULL, previous, policy)
         self._deadline.check(f"about to ask for the hot-load of {name}")
-        limit = self._deadline.at_most(limit)
-        return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
+        return self.operations.run(work, wait=wait, timeout=self._until(limit), on_progress=on_progress)
 
     def rollback(
         self,
@@ -298,8 +297,7 @@ class HotLoader(LoaderCore):
         require_objects(self.store, self.location, chains.chain_of(earlier, hot_loads).links)
         work = Work(identity, earlier.spec.type, earlier.previous_identity, policy)
         self._deadline.check(f"about to ask for the hot-load of {identity}")
-        limit = self._deadline.at_most(limit)
-        return self.operations.run(work, wait=wait, timeout=limit, on_progress=on_progress)
+        return self.operations.run(work, wait=wait, timeout=self._until(limit), on_progress=on_progress)
 
     def wait(self, hot_load_id: str, *, timeout: float | None = None, on_progress: OnProgress | None = None) -> HotLoad:
         """Wait until a hot-load has ended and return it, COMPLETED.
@@ -307,11 +305,10 @@ class HotLoader(LoaderCore):
         Outages of the API are survived until ``timeout`` (seconds). Raises HotLoadFailedError with the hot-load's
         conditions and each replica's reason, HotLoadCanceledError, HotLoadTimeoutError, DeploymentFailedError.
         """
-        limit = self._deadline.at_most(self.timeout if timeout is None else check_seconds("timeout", timeout))
+        limit = self.timeout if timeout is None else check_seconds("timeout", timeout)
+        self._deadline.check(f"waiting for hot-load {hot_load_id}")
         try:
-            hot_load = self.operations.follow(
-                hot_load_id, deadline=Deadline(limit, self._clock), on_progress=on_progress
-            )
+            hot_load = self.operations.follow(hot_load_id, deadline=self._until(limit), on_progress=on_progress)
         except HotLoadError as error:
             if isinstance(error.hot_load, HotLoad):
                 self.syncs.seen(error.hot_load, error=error)

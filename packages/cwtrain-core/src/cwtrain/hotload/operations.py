@@ -76,7 +76,7 @@ class HotLoadOperations:
         work: Work,
         *,
         wait: bool,
-        timeout: float,
+        timeout: float | Deadline,
         on_progress: OnProgress | None,
         known: Sequence[HotLoad] | None = None,
     ) -> HotLoad:
@@ -84,7 +84,7 @@ class HotLoadOperations:
 
         ``known`` are the deployment's hot-loads, newest first, where the caller has just listed them.
         """
-        deadline = Deadline(timeout, self.clock)
+        deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout, self.clock)
         asked: list[str] = []
         try:
             hot_load = self._accepted(work, deadline, on_progress, known, asked)

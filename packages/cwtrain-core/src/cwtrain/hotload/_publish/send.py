@@ -100,7 +100,7 @@ class Sender:
 
         def look() -> list[HotLoad]:
             found: list[HotLoad] = []
-            for hot_load in self.loader.client.list_hot_loads(self.loader.deployment_id):
+            for hot_load in self.loader.asking.list_hot_loads(self.loader.deployment_id):
                 found.append(hot_load)
                 if until(hot_load):
                     break
@@ -124,8 +124,7 @@ class Sender:
         """Return a hot-load that has COMPLETED. Raises as ``HotLoader.wait``."""
 
         def attempt() -> HotLoad:
-            seconds = budget.at_most(self.settings.timeout)
-            return self.loader.wait(hot_load_id, timeout=seconds, on_progress=self._watch(budget))
+            return self.loader.wait(hot_load_id, timeout=self.settings.timeout, on_progress=self._watch(budget))
 
         return self.through_outages(attempt, budget, "waiting for a hot-load")
 
@@ -184,7 +183,7 @@ class Sender:
                 previous_identity=previous_identity,
                 prompt_cache_policy=self.settings.prompt_cache_policy,
                 wait=wait,
-                timeout=budget.at_most(self.settings.timeout),
+                timeout=self.settings.timeout,
                 on_progress=self._watch(budget),
             )
 
@@ -207,7 +206,7 @@ class Sender:
                 previous_identity=request.previous_identity,
                 prompt_cache_policy=self.settings.prompt_cache_policy,
                 wait=wait,
-                timeout=budget.at_most(self.settings.timeout),
+                timeout=self.settings.timeout,
                 on_progress=self._watch(budget),
                 workers=self.settings.upload_workers,
                 version=version,
@@ -237,7 +236,7 @@ class Sender:
                 lambda: self.loader.rollback(
                     previous,
                     prompt_cache_policy=self.settings.prompt_cache_policy,
-                    timeout=budget.at_most(self.settings.timeout),
+                    timeout=self.settings.timeout,
                     on_progress=self._watch(budget),
                 ),
                 budget,
