@@ -303,6 +303,29 @@ def test_chat_completions_take_every_way_to_draw() -> None:
             chat(**wrong)
 
 
+TEXTS = (
+    "base_url", "model", "api_key", "api_key_file", "logprobs_mode", "on_failure", "deployment_id", "record",
+    "served_identity_file",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("given", [5, 1.5, b"ab", ["ab"], True, np.int64(3)], ids=repr)
+def test_a_setting_that_is_no_text_is_refused(name: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be a (text|path)"):
+        RolloutConfig(**{"base_url": "http://h", "model": "m", name: given})
+    with pytest.raises(ConfigError, match=name):
+        RolloutConfig.from_env({}, **{"base_url": "http://h", "model": "m", name: given})
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    config = RolloutConfig(
+        base_url="http://h", model="m", concurrency=np.int64(8), timeout=np.float32(1.5), logprobs=np.bool_(True)
+    )
+    found = (config.concurrency, config.timeout, config.logprobs)
+    assert (found, tuple(map(type, found))) == ((8, 1.5, True), (int, float, bool))
+
+
 # Fields of the sampler's own -----------------------------------------------------------------------------------------
 
 

@@ -36,9 +36,15 @@ def _flags(names: list[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
+def _text(value: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"must be a text, not {type(value).__name__}")
+    return value.strip()
+
+
 def _base_url(value: str) -> str:
     """Return ``value`` without a slash at its end, with ``/v1`` where it has no path."""
-    text = value.strip().rstrip("/")
+    text = _text(value).rstrip("/")
     hint = "give it like http://frontend:8000/v1"
     try:
         parts = urlsplit(text)
@@ -59,7 +65,7 @@ def _base_url(value: str) -> str:
 
 
 def _model(value: str) -> str:
-    text = value.strip()
+    text = _text(value)
     if not text:
         raise ConfigError("must not be blank")
     return text
@@ -75,18 +81,25 @@ def _concurrency(value: object) -> int | str:
 
 
 def _failure(value: str) -> str:
-    text = value.strip().lower()
+    text = _text(value).lower()
     if text not in ("raise", "requeue", "drop"):
         raise ConfigError("must be raise, requeue or drop")
     return text
 
 
 def _path(value: str | os.PathLike[str] | None) -> str | None:
-    return None if value is None else os.fspath(value)
+    path = value if value is None or isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
+    if value is not None and not isinstance(path, str):
+        raise ConfigError(f"must be a path, not {type(value).__name__}")
+    return path
 
 
 def _word(value: str | None) -> str | None:
-    return None if value is None else value.strip()
+    return None if value is None else _text(value)
+
+
+def _key(value: str | None) -> str | None:
+    return None if value is None else clean_token(_text(value))
 
 
 def _count(value: object) -> int:
@@ -98,7 +111,7 @@ def _count_or_none(value: object) -> int | None:
 
 
 def _mode(value: str) -> str:
-    text = value.strip().lower()
+    text = _text(value).lower()
     if text not in ("auto", "processed", "raw"):
         raise ConfigError("must be auto, processed or raw")
     return text
@@ -107,7 +120,8 @@ def _mode(value: str) -> str:
 def _key_file(value: str | os.PathLike[str] | None) -> str | None:
     if value is None:
         return None
-    path = os.fspath(value)
+    path = _path(value)
+    assert path is not None
     if _read_key(path) is None:
         raise ConfigError("names an empty file", hint="write the key into the file")
     return path
@@ -140,7 +154,7 @@ class RolloutConfig:
     api_key: str | None = attrs.field(
         default=None,
         repr=False,
-        converter=clean_token,
+        converter=_key,
         metadata=env(f"{PREFIX}API_KEY", help="key of the endpoint, sent as a bearer token", secret=True),
     )
     api_key_file: str | None = attrs.field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
@@ -34,7 +35,7 @@ _MAX_STOPS = 4
 SEEDS = 2**62
 """Seeds are below this."""
 _MOST = 2**31
-"""Token ids and counts of tokens are below this."""
+"""Counts of tokens are below this."""
 _LARGEST = sys.float_info.max
 
 _OURS = {
@@ -138,9 +139,9 @@ def _items(value: Any) -> Any:
 
     Texts and bytes are one thing each, and mappings and sets have no order to rely on.
     """
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return tuple(value)
-    if isinstance(value, tuple | str | bytes | bytearray | memoryview | Mapping | AbstractSet):
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | AbstractSet):
         return value
     if hasattr(value, "tolist"):
         found = value.tolist()
@@ -152,9 +153,11 @@ def _items(value: Any) -> Any:
 
 
 def _ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """Return whole numbers as a tuple of ints; a list where there is something else among them."""
     found = _items(value)
     if type(found) is tuple and not set(map(type, found)) <= {int}:
-        return tuple(map(whole, found))
+        found = list(map(whole, found))
+        return tuple(found) if set(map(type, found)) <= {int} else found  # type: ignore[return-value]
     return found  # type: ignore[no-any-return]
 
 
@@ -195,7 +198,7 @@ def stop_problems(texts: object, ids: object) -> list[str]:
     problems = []
     if not isinstance(texts, tuple) or not all(_is_text(text) and text for text in texts):
         problems.append(f"stop is {texts!r}: a text or several are needed, none of them empty")
-    if not isinstance(ids, tuple) or not _are_ids(ids):
+    if not _are_ids(ids):
         problems.append(f"stop_token_ids is {ids!r}: a token id or several are needed")
     problems += [
         f"{name} has {len(given)} entries: the service takes at most {_MAX_STOPS}"
@@ -398,7 +401,7 @@ class Group:
 
     def __attrs_post_init__(self) -> None:
         problems = []
-        if not isinstance(self.prompt, tuple):
+        if not isinstance(self.prompt, tuple | list):
             problems.append(f"prompt is {self.prompt!r}: a list of token ids is needed, and text goes into text=")
         elif not self.prompt:
             problems.append("the prompt has no token ids")
@@ -415,9 +418,7 @@ class Group:
             if self.seed is not None:
                 problems.append("seed and seeds are both given")
         if self.prefixes is not None and not (
-            isinstance(self.prefixes, tuple)
-            and len(self.prefixes) == n
-            and all(isinstance(prefix, tuple) and _are_ids(prefix) for prefix in self.prefixes)
+            isinstance(self.prefixes, tuple) and len(self.prefixes) == n and all(map(_are_ids, self.prefixes))
         ):
             problems.append(f"prefixes must be {self.n} lists of token ids")
         if self.text is not None and not _is_text(self.text):
@@ -429,8 +430,15 @@ class Group:
             raise ConfigError("A group of samples cannot be asked for: " + "; ".join(problems), problems=problems)
 
 
-def _are_ids(values: tuple[int, ...]) -> bool:
-    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < _MOST)
+def _are_ids(values: object) -> bool:
+    """Whether this is what ``_ids`` makes of token ids: from 0 to what 32 bits hold."""
+    if not isinstance(values, tuple):
+        return False
+    try:
+        array("I", values)  # one pass over long prompts
+    except OverflowError:
+        return False
+    return True
 
 
 def _is_seed(value: object) -> bool:
