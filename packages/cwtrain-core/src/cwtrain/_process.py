@@ -53,12 +53,19 @@ _REENTRANT = type(threading.RLock())
 
 
 def _renew() -> None:
+    problems = []
     for reference, renew in list(_OWNERS.values()):
         if (owner := reference()) is not None:
-            _LEFT_BEHIND.append(renew(owner))
+            try:
+                _LEFT_BEHIND.append(renew(owner))
+            except Exception as error:  # noqa: BLE001 - the others are renewed all the same
+                problems.append(error)
+    if problems:
+        raise problems[0]  # Python prints it: there is no caller
 
 
-os.register_at_fork(after_in_child=_renew)
+if hasattr(os, "register_at_fork"):  # not where nothing forks
+    os.register_at_fork(after_in_child=_renew)
 
 
 class NotPickled:

@@ -31,7 +31,8 @@ def _after_fork() -> None:
         emulator._leave()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not where nothing forks
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class EmulatorError(RuntimeError):

@@ -81,5 +81,7 @@ def _about(deployment: Deployment) -> list[str]:
         word = deployment.status_text or deployment.status
         warnings.append(f"the deployment is {word}, not READY: a publish waits for it")
     if deployment.disabled:
-        warnings.append("the deployment is disabled: nothing serves the weights until it is enabled")
+        warnings.append(
+            "the deployment is disabled: until it is enabled, nothing serves the weights and a publish is refused"
+        )
     return warnings
