@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cwtrain.config import HotLoadConfig
-from cwtrain.errors import ConfigError
+from cwtrain.errors import ConfigError, SnapshotLayoutError
 from cwtrain.hotload.publisher import PublishOutcome, PublishState
 from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.models.sync import SnapshotChoice
@@ -180,6 +180,17 @@ def test_a_shard_that_never_shows_ends_all_ranks_with_both_explanations(
         assert THEIRS in str(error)
         assert "the nodes share no disk, or the shared disk shows the files of other nodes later" in str(error)
         assert "CWTRAIN_HOTLOAD_FILES_WAIT" in str(error.hint)
+
+
+def test_an_index_that_only_another_rank_sees_ends_all_ranks_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, monkeypatch, MIRROR="0", FULL_EVERY="0")
+    (cluster.nodes[0].version_dir / INDEX_NAME).rename(cluster.nodes[1].version_dir / INDEX_NAME)
+    for error in cluster.publish():
+        assert isinstance(error, SnapshotLayoutError)
+        assert "share no disk" in str(error)
+    assert cluster.clock.spent == pytest.approx(90.0), "once, not twice"
 
 
 def test_how_long_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

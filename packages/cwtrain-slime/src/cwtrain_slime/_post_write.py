@@ -22,6 +22,7 @@ import attrs
 from cwtrain.config import HotLoadConfig
 from cwtrain.errors import CWTrainError
 from cwtrain.events import WeightsWritten, WriteMode
+from cwtrain.hotload._publish.look import not_visible
 from cwtrain.hotload.publisher import Publisher, PublishOutcome, weight_v_number
 from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.plugins import Plugins, get_plugins
@@ -249,6 +250,8 @@ class Adapter:
                     version_dir=version_dir,
                     waited=files.waited,
                 )
+            if INDEX_NAME in files.late:
+                raise not_visible(version_dir, files.late, files.waited)
             if spread is None:
                 outcome = publisher.publish_directory(version_dir, deadline=deadline)
             else:
