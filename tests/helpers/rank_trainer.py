@@ -217,6 +217,11 @@ def trainer_modules(dialect, group, rank, world, tracked):
         module("miles.utils.tracking_utils.tracking", log=log, _manager=manager)
 
 
+def notes_of(error):
+    """Return an error's notes but the hint, which is one of them in ours."""
+    return list(getattr(error, "notes", getattr(error, "__notes__", ())))
+
+
 def run_rank(plan, life, rank, steps):
     """Run one rank of one life and leave what it saw."""
     import torch.distributed as dist
@@ -233,7 +238,7 @@ def run_rank(plan, life, rank, steps):
             trainer.step(kind, count)
             seen.append(kind)
     except BaseException as exc:
-        seen.append({"error": type(exc).__name__, "text": str(exc), "notes": getattr(exc, "__notes__", [])})
+        seen.append({"error": type(exc).__name__, "text": str(exc), "notes": notes_of(exc)})
     hashes = {name: hashlib.sha256(raw).hexdigest() for name, (_, _, raw) in trainer.tensors.items()}
     (root / f"seen-{life}-{rank}.json").write_text(json.dumps({"seen": seen, "tracked": tracked}))
     if rank == 0:
