@@ -11,10 +11,19 @@ from typing import Any
 import attrs
 import pytest
 
-from cwtrain_rollout import Group, RolloutAnswerError, RolloutRequestError, Sampler, SampleStatus, SamplingParams
+from cwtrain_rollout import (
+    Group,
+    RolloutAnswerError,
+    RolloutConfig,
+    RolloutRequestError,
+    Sampler,
+    SampleStatus,
+    SamplingParams,
+)
+from cwtrain_rollout.chat import ChatSampler
 from cwtrain_rollout.record import Recorder, Replay
 from cwtrain_rollout.transport import NoAnswer, Reply
-from helpers.told_endpoint import ToldEndpoint, sampler, streamed_choice
+from helpers.told_endpoint import ToldEndpoint, no_pause, sampler, streamed_choice
 
 LIMIT = 64
 PARAMS = SamplingParams(max_tokens=20)
@@ -283,3 +292,37 @@ def test_a_list_that_cannot_be_reached_leaves_the_refusal_as_it_is() -> None:
     with pytest.raises(RolloutRequestError, match="Bad Request"):
         sampler(Away(Limited(WORDLESS["none"]))).sample_groups([Group(prompt=[1] * 70)], PARAMS)
     check(sampler(Away(Limited(WORDS["sglang"]))))
+
+
+# Chat ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("models", [None, listing()])
+@pytest.mark.parametrize("words", list(WORDS))
+def test_a_conversation_that_is_too_long_does_not_end_the_others(words: str, models: Any) -> None:
+    def serve(request: dict[str, Any]) -> Any:
+        prompt, room = len(request["messages"][0]["content"]), request["max_tokens"]
+        if prompt + room > LIMIT:
+            return Reply(status=400, body=json.dumps({"error": {"message": WORDS[words](prompt, room)}}).encode())
+        one = {"index": 0, "message": {"content": "t" * room}, "finish_reason": "length"}
+        return {"choices": [one], "usage": {"prompt_tokens": prompt}}
+
+    async def scenario() -> list[int]:
+        config = RolloutConfig(base_url="http://endpoint", model="m")
+        one = ChatSampler(config, transport=ToldEndpoint(serve, models=models), sleep=no_pause)
+        talks = [[{"role": "user", "content": "x" * length}] for length in LENGTHS]
+        found = await one.chat(talks, max_tokens=20)
+        assert {answer.finish_reason for answers in found for answer in answers} == {"length"}
+        return [len(answer.text) for (answer,) in found]
+
+    assert asyncio.run(scenario()) == [max(0, min(20, LIMIT - length)) for length in LENGTHS]
+
+
+def test_a_chat_that_is_refused_for_another_reason_says_it() -> None:
+    async def scenario() -> None:
+        endpoint = ToldEndpoint(lambda request: Reply(status=400, body=b"no such role"), models=listing())
+        one = ChatSampler(RolloutConfig(base_url="http://endpoint", model="m"), transport=endpoint, sleep=no_pause)
+        with pytest.raises(RolloutRequestError, match="no such role"):
+            await one.chat([[{"role": "user", "content": "x"}]])
+
+    asyncio.run(scenario())

@@ -27,7 +27,7 @@ from cwtrain_rollout.transport import ListsModels, NoAnswer, Reply, Transport
 if TYPE_CHECKING:
     from cwtrain.plugins import Plugins
 
-__all__ = ["Asked", "Engine", "Refusal", "speaks_of_length"]
+__all__ = ["TOO_LONG", "Asked", "Engine", "Refusal", "ToldContext", "limit_in", "names_context", "speaks_of_length"]
 
 log = logging.getLogger("cwtrain.rollout")
 
@@ -36,7 +36,7 @@ _REFUSALS = frozenset({408, 425, 429, 503})
 _OVERLOAD = frozenset({429, 503})
 _AFTER_HOT_LOAD = 60.0
 """Seconds for which a 404 may be a model that is only being swapped."""
-_TOO_LONG = frozenset({400, 413, 422})
+TOO_LONG = frozenset({400, 413, 422})
 _LIMIT = re.compile(
     r"(?:context (?:length|window|size)|model length|allowed length|max_model_len|max_seq_len|max_num_tokens|n_ctx"
     r"|max(?:imum)? (?:sequence|input|prompt) length|longer than|tokens?`? must be <=)[^0-9]{0,24}(\d[\d,_]*)",
@@ -74,6 +74,28 @@ class Asked:
     """Whether it had token ids, and there is a text."""
 
 
+class ToldContext:
+    """What the endpoint's list of models says of the context length: asked for once, however many want to know."""
+
+    def __init__(self, transport: Transport, model: str) -> None:
+        self._transport, self._model = transport, model
+        self._told: tuple[int | None, ...] = ()
+        self._asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    async def tokens(self, headers: Mapping[str, str]) -> int | None:
+        """Return the context length; None where the list does not say, or cannot be read now."""
+        async with self._asking.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            if not self._told and isinstance(self._transport, ListsModels):
+                try:
+                    reply = await self._transport.models(headers)
+                except NoAnswer as exc:
+                    log.debug("The list of models cannot be read: %s", exc)
+                    return None
+                if reply.good or (400 <= reply.status < 500 and reply.status not in _REFUSALS):
+                    self._told = (_context_in(reply.body, self._model) if reply.good else None,)
+        return self._told[0] if self._told else None
+
+
 @attrs.define(kw_only=True)
 class Engine:
     """Shared by all calls, event loops and threads of a sampler."""
@@ -103,17 +125,16 @@ class Engine:
     """Whether ids are asked for in ``nvext``, because the server honours no other way; then one choice at a time."""
     routed: bool = False
     """Whether an answer brought routed experts that can be used: another one without them is worth another try."""
-    _told: tuple[int | None, ...] = ()
-    """What the list of models said of the context; empty until it has been read."""
-    _asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = attrs.field(
-        factory=weakref.WeakKeyDictionary
-    )
+    _told: ToldContext = attrs.field(init=False)
     _equal: float | None = 0.0
     """The log of the chance of seeded groups that were all equal; None when that is no question any more."""
     _short: int = 0
     _warned: set[str] = attrs.field(factory=set)
     _seen: set[str] = attrs.field(factory=set)
     _burst: float = float("-inf")
+
+    def __attrs_post_init__(self) -> None:
+        self._told = ToldContext(self.transport, self.config.model)
 
     def warn_once(self, message: str, *values: object) -> None:
         """Log a warning the first time."""
@@ -168,20 +189,19 @@ class Engine:
                 self.logprobs = 1
                 log.info("The endpoint refuses logprobs=0: 1 is sent from now on")
             return "logprobs"
-        told = await self.told_context(headers)
+        told = await self._told.tokens(headers)
         if told is not None and (self.context is None or told < self.context):
             self._found_context(told)
         if self.context is not None and self.context < asked.prompt + asked.room:
             return "context"
-        found = _LIMIT.search(words)
-        limit = int(re.sub("[,_]", "", found[1])) if found else None
+        limit = limit_in(words)
         if limit is not None and limit <= asked.prompt and told is not None:
             # It takes shorter prompts than its context would hold.
             return "full"
         if limit is not None and limit < asked.prompt + asked.room:
             self._found_context(limit)
             return "context"
-        if limit is not None or (self.context is not None and _names(words, self.context)):
+        if limit is not None or (self.context is not None and names_context(words, self.context)):
             if self.context is None and limit is not None:
                 self._found_context(limit)
             return "full" if asked.room == 1 else "longer"
@@ -195,20 +215,6 @@ class Engine:
     def _found_context(self, tokens: int) -> None:
         self.context = tokens
         log.info("The endpoint's context length is %d tokens", tokens)
-
-    async def told_context(self, headers: Mapping[str, str]) -> int | None:
-        """Return the context length that the endpoint's list of models tells; it is asked once for an answer."""
-        lock = self._asking.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-        async with lock:
-            if not self._told and isinstance(self.transport, ListsModels):
-                try:
-                    reply = await self.transport.models(headers)
-                except NoAnswer as exc:
-                    log.debug("The list of models cannot be read: %s", exc)
-                    return None
-                if reply.good or (400 <= reply.status < 500 and reply.status not in _REFUSALS):
-                    self._told = (_context_in(reply.body, self.config.model) if reply.good else None,)
-        return self._told[0] if self._told else None
 
     def watch_seeds(self, group: SampledGroup, sampling: SamplingParams) -> None:
         """Look at the samples of one seed: that all are equal is suspicious where the policy would hardly do it.
@@ -295,10 +301,16 @@ class Engine:
 
 def speaks_of_length(status: int, words: str) -> bool:
     """Whether an answer may be the refusal of a prompt that is too long: some come as 500, or as an error with 200."""
-    return status in _TOO_LONG or (status != 501 and (_LENGTH.search(words) or _LIMIT.search(words)) is not None)
+    return status in TOO_LONG or (status != 501 and (_LENGTH.search(words) or _LIMIT.search(words)) is not None)
 
 
-def _names(words: str, context: int) -> bool:
+def limit_in(words: str) -> int | None:
+    """Return the context length that a refusal names, in words that are known; None where it names none."""
+    found = _LIMIT.search(words)
+    return int(re.sub("[,_]", "", found[1])) if found else None
+
+
+def names_context(words: str, context: int) -> bool:
     """Whether a refusal speaks of this context, in whatever words."""
     return re.search(rf"(?<![\d.]){context}(?![\d]|\.\d)", words) is not None and _LENGTH.search(words) is not None
 

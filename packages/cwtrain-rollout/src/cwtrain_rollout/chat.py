@@ -16,6 +16,8 @@ import attrs
 import msgspec
 
 from cwtrain.errors import ConfigError
+from cwtrain_rollout._answers import Usage
+from cwtrain_rollout._engine import TOO_LONG, ToldContext, limit_in, names_context
 from cwtrain_rollout._group import all_or_nothing
 from cwtrain_rollout._http import HttpTransport
 from cwtrain_rollout.admission import Admission
@@ -47,6 +49,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+    usage: Usage | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +59,8 @@ class ChatAnswer:
     text: str
     finish_reason: str
     request_id: str
+    prompt_tokens: int | None = None
+    """How many tokens the server counted in the conversation, where it says so."""
 
 
 class ChatSampler:
@@ -76,6 +81,7 @@ class ChatSampler:
         self.config = config
         self._given = transport
         self._transport = transport if transport is not None else HttpTransport(config, path="chat/completions")
+        self._told = ToldContext(self._transport, config.model)
         fixed = config.fixed_concurrency
         window = FixedWindow(fixed) if fixed else AdaptiveWindow(maximum=config.concurrency_max)
         self._admission = Admission(window, clock, sleep)
@@ -102,6 +108,8 @@ class ChatSampler:
     ) -> list[tuple[ChatAnswer, ...]]:
         """Return ``n`` answers to each conversation, in order.
 
+        One that fills the context has an empty answer, which ended with ``length``.
+
         ``drawn`` are other fields of ``SamplingParams`` (``top_k``, ``min_p``, ...). All of them are sent, the neutral
         ones too. Raises ``RolloutError``, and ``ConfigError`` for what cannot be asked for.
         """
@@ -110,7 +118,7 @@ class ChatSampler:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, **drawn)
         talks, n = _talks(conversations), _count(n)
         body = drawing(sampling, max_tokens=sampling.max_tokens)
-        flat = await all_or_nothing([self._ask(body, messages) for messages in talks for _ in range(n)])
+        flat = await all_or_nothing([self._fitted(body, messages) for messages in talks for _ in range(n)])
         return [tuple(flat[place * n : (place + 1) * n]) for place in range(len(talks))]
 
     async def evaluate(
@@ -150,6 +158,31 @@ class ChatSampler:
             "and returns neither the ids that were sampled nor their log-probs",
             hint="Train on a Dedicated Inference deployment (backend 'dedicated'); use this one for evaluation",
         )
+
+    async def _fitted(self, fields: Mapping[str, Any], messages: Conversation) -> ChatAnswer:
+        """Return an answer with the room that the conversation leaves; an empty one where it fills the context.
+
+        How many tokens a conversation has, only the server knows: an answer of one token tells.
+        """
+        try:
+            return await self._ask(fields, messages)
+        except RolloutRequestError as exc:
+            words = exc.answer or ""
+            if exc.status not in TOO_LONG:
+                raise
+            limit = limit_in(words)
+            told = await self._told.tokens(self._headers(exc.request_id or ""))
+            context = limit if told is None else told
+            if context is None:
+                raise
+            try:
+                one = await self._ask(_with_room(fields, 1), messages)
+            except RolloutRequestError:
+                if limit is None and not names_context(words, context):
+                    raise exc from None
+                return ChatAnswer(text="", finish_reason="length", request_id=exc.request_id or "")
+        room = 1 if one.prompt_tokens is None else min(fields["max_tokens"], context - one.prompt_tokens)
+        return await self._ask(_with_room(fields, room), messages) if room > 1 else one
 
     async def _ask(self, fields: Mapping[str, Any], messages: Conversation) -> ChatAnswer:
         config, admission = self.config, self._admission
@@ -200,14 +233,17 @@ class ChatSampler:
         finally:
             admission.release(1)
 
+    def _headers(self, request_id: str) -> dict[str, str]:
+        headers = {"X-Request-Id": request_id}
+        if key := self.config.current_api_key():
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
+
     async def _post(self, body: bytes, request_id: str) -> tuple[Reply | None, str, bool]:
         """Return the reply, what is wrong with it in words, and whether that is a refusal; raises for final ones."""
         config = self.config
-        headers = {"X-Request-Id": request_id}
-        if key := config.current_api_key():
-            headers["Authorization"] = f"Bearer {key}"
         try:
-            reply = await self._transport.post(body, headers)
+            reply = await self._transport.post(body, self._headers(request_id))
         except NoAnswer as exc:
             return None, str(exc), not exc.cut
         kind = f" ({config.quoted(reply.content_type, 80)})" if reply.content_type else ""
@@ -264,4 +300,15 @@ def _read(reply: Reply, request_id: str) -> ChatAnswer | str:
     if choice.finish_reason not in _ENDS:
         said = "no finish_reason" if choice.finish_reason is None else f"finish_reason {choice.finish_reason[:100]!r}"
         return f"the answer ended with {said}"
-    return ChatAnswer(text=choice.message.content or "", finish_reason=choice.finish_reason, request_id=request_id)
+    return ChatAnswer(
+        text=choice.message.content or "",
+        finish_reason=choice.finish_reason,
+        request_id=request_id,
+        prompt_tokens=answer.usage.prompt_tokens if answer.usage else None,
+    )
+
+
+def _with_room(fields: Mapping[str, Any], room: int) -> dict[str, Any]:
+    """Return a request's fields with less room for the answer."""
+    least = {"min_tokens": min(fields["min_tokens"], room)} if "min_tokens" in fields else {}
+    return {**fields, "max_tokens": room, **least}
