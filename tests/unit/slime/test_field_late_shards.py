@@ -92,7 +92,8 @@ class Node:
         self.version_dir = self.disk_dir / "weight_v000001"
         self.version_dir.mkdir(parents=True)
         self.made: list[Reading] = []
-        self.adapter = Adapter(self.disk_dir, make=self._make, plugins=Plugins(), clock=clock.now, sleep=sleep)
+        self.adapter = Adapter(self.disk_dir, make=self._make, plugins=Plugins())
+        self.adapter._clock, self.adapter._sleep = clock.now, sleep
 
     def _make(self, settings: HotLoadConfig, **given: Any) -> Any:
         self.made.append(Reading(settings, **given))
