@@ -5,6 +5,8 @@
 - links between files, and to headings, resolve;
 - the glossary's "do not say" phrases do not appear in prose;
 - `cwtrain ...` in shell examples and in inline code is a command with options that exist;
+- shell examples can work as written: what a page installs brings the commands that it runs, its variables are set, the
+  model that it asks is one that it made, scripts are there, and nothing is waited for in a loop;
 - dotted names (`cwtrain.hotload.delta`), classes of errors, variables (`CWTRAIN_...`) and source paths exist;
 - Python examples compile;
 - the reference pages name every command, option, error and setting; the architecture page every module of core.
@@ -185,6 +187,60 @@ def examples(page: Page, root: click.Command) -> Iterator[str]:
                     yield f"{page.name}:{line}: {problem}"
 
 
+SHELLS = ("bash", "sh", "shell", "console")
+# Commands that a distribution or an extra of the same name brings; cwtrain-core brings the rest.
+BROUGHT = ("demo", "emulator", "miles", "rollout", "slime")
+INSTALL = re.compile(r"pip install ([^\n#|&;]*)")
+DISTRIBUTION = re.compile(r"cwtrain-([\w-]+)(?:\[([\w,-]+)\])?")
+SET = re.compile(r"(?:^|[\s;(])([A-Za-z_]\w*)=|\bfor (\w+) in\b|\bread (?:-\w+ )*(\w+)", re.MULTILINE)
+USED = re.compile(r"(?<!\\)\$\{?([A-Za-z_]\w*)(?![\w]*[:-])")
+READER = frozenset({"ARGS", "HOME", "PATH", "PWD", "TMPDIR", "USER"})
+"""Variables that a reader has; ARGS are the flags that a trainer is launched with."""
+
+
+def runnable(page: Page, *, given: frozenset[str]) -> Iterator[str]:
+    """Yield why a page's shell examples, run one after the other, cannot work; ``given`` are the reader's variables."""
+    text, known = "", set(given)
+    served = set(re.findall(r'"model":\s*\{\s*"name":\s*"([^"$]+)"', page.text))
+    for block in page.blocks:
+        if block.language not in SHELLS:
+            continue
+        where = f"{page.name}:{block.line}"
+        text += block.text
+        known |= {name for match in SET.findall(block.text) for name in match if name}
+        if "emulator.env" in block.text:
+            known |= {"COREWEAVE_API_URL", "COREWEAVE_API_TOKEN"}
+        # Nothing is expanded between single quotes, nor in a document whose end is quoted.
+        expanded = re.sub(r"<<-?\s*'(\w+)'.*?^\1$", "", block.text, flags=re.DOTALL | re.MULTILINE)
+        for name in sorted(set(USED.findall(re.sub(r"'[^'\n]*'", "", expanded))) - known):
+            yield f"{where}: nothing before sets ${name}"
+        for model in re.findall(r'"model":\s*"([^"$]+)"', block.text):
+            if model not in served:
+                yield f"{where}: asks the model {model!r}, which the page has not made"
+        for script in re.findall(r"\bpython ((?:tools|recipes|benchmarks)/[\w./-]+\.py)", block.text):
+            if not (ROOT / script).exists():
+                yield f"{where}: there is no {script}"
+        if re.search(r"^\s*(until|while)\b", block.text, re.MULTILINE):
+            yield f"{where}: waits in a loop: use a command that returns when it is ready"
+    yield from not_installed(page, text)
+
+
+def not_installed(page: Page, text: str) -> Iterator[str]:
+    """Yield the commands in ``text`` that nothing brings of what it installs; a page that installs nothing has all."""
+    installed = DISTRIBUTION.findall(" ".join(INSTALL.findall(text)))
+    if not installed:
+        return
+    brought = {word for name, extras in installed for word in [name, *extras.split(",")]}
+    for arguments in commands(text):
+        command = next((word for word in arguments if not word.startswith("-")), "")
+        if not brought & {"core", "demo", "miles", "rollout", "slime", "nemo-rl"}:
+            yield f"{page.name}: runs `cwtrain {command}`, and nothing that it installs brings `cwtrain`"
+            return
+        by = {command, "all", *(["demo"] if command in ("emulator", "rollout") else [])}
+        if command in BROUGHT and not brought & by:
+            yield f"{page.name}: runs `cwtrain {command}`, and nothing that it installs brings that command"
+
+
 def names(page: Page, sources: str) -> Iterator[str]:
     """Yield names that a page mentions and that do not exist."""
     errors = importlib.import_module("cwtrain.errors")
@@ -293,6 +349,7 @@ def check() -> list[str]:
     problems: list[str] = []
     for page in pages():
         problems += [*links(page), *words(page, phrases), *examples(page, root), *names(page, sources)]
+        problems += runnable(page, given=frozenset(VARIABLE.findall(sources)) | READER)
     return problems + list(reference(root))
 
 

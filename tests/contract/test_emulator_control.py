@@ -289,7 +289,7 @@ def test_status_faults_and_reset_from_the_command_line(tmp_path: Path, tiny_mode
         assert [(rule["id"], rule["struck"]) for rule in listed] == [("fault-1", 1)]
         assert json.loads(run_cli("faults", "clear", "fault-1", environ=environ).stdout) == []
         wrong = run_cli("faults", "add", "api", "throttle", environ=environ)
-        assert (wrong.returncode, wrong.stdout) == (1, "")
+        assert (wrong.returncode, wrong.stdout) == (2, "")
         assert "kind: must be one of" in wrong.stderr
         emulator.control.add_fault("endpoint", "drop")
         status = json.loads(run_cli("status", "--state-dir", state).stdout)

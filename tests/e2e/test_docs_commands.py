@@ -37,7 +37,8 @@ def left_out(page: Page, line: int) -> bool:
 
 def script(page: Page) -> str:
     """Return one shell script with every block of a page, each announced by its place."""
-    parts = ["set -euo pipefail"]
+    # A page that ends in the middle leaves no emulator behind: one that was started runs on by itself.
+    parts = ["set -euo pipefail", "trap 'cwtrain emulator stop >stop.log 2>&1 || true' EXIT"]
     for block in page.blocks:
         if block.language not in ("bash", "python") or left_out(page, block.line):
             continue

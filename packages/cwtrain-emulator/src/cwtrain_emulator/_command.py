@@ -1,4 +1,4 @@
-"""``emulator serve``: run the emulator, for `cwtrain emulator serve` and for `python -m cwtrain_emulator serve`."""
+"""``emulator serve`` runs the emulator, ``emulator start`` leaves one running; so does `python -m cwtrain_emulator`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from cwtrain_emulator._cwtrain import Command, output
 
-__all__ = ["serve_command"]
+__all__ = ["serve_command", "start_command"]
 
 
 def _bucket(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -109,7 +110,7 @@ def serve_command(
 
     Prints one JSON line with every URL, token and key (--output table: a table), then logs to stderr.
 
-    Example: cwtrain emulator serve --env >emulator.env & (then, when it is there: . ./emulator.env)
+    Example: cwtrain emulator serve --state-dir ./state
     """
     from cwtrain_emulator.s3.weed import WeedError
     from cwtrain_emulator.serve import ServeError, serve
@@ -117,6 +118,8 @@ def serve_command(
 
     out = output()
     out.refuse_ids()
+    if s3_endpoint is not None:
+        _check_store(s3_endpoint)
     level = logging.INFO if verbose else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -152,3 +155,67 @@ def serve_command(
     finally:
         if temporary:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_store(endpoint: str) -> None:
+    """Refuse, as wrong usage, a store that cannot be reached or that there are no keys for."""
+    from cwtrain_emulator.s3.client import credentials_from_env
+
+    if not re.match(r"https?://[^/\s]", endpoint):
+        raise click.UsageError(f"--s3-endpoint {endpoint!r} is no http or https URL", click.get_current_context())
+    try:
+        credentials_from_env()
+    except ValueError as exc:
+        raise click.UsageError(str(exc), click.get_current_context()) from exc
+
+
+@click.command("start", cls=Command)
+@click.option("--timeout", type=click.FloatRange(1, 3600), default=90.0, show_default=True, help="Seconds to wait.")
+def start_command(
+    timeout: float, as_shell: bool, state_dir: Path | None, s3_endpoint: str | None, **_passed_on: object
+) -> None:
+    """Start the emulator in the background, and return when everything answers.
+
+    Prints what `serve` prints; `emulator stop` ends it. Where it cannot start, that is an error with the reason, and
+    nothing is left running. Its log is serve.log in the state directory.
+
+    Example: cwtrain emulator start --env >emulator.env && . ./emulator.env
+    """
+    from cwtrain_emulator.emulator import Emulator, EmulatorError
+    from cwtrain_emulator.serve import exports
+
+    out = output()
+    out.refuse_ids()
+    if s3_endpoint is not None:
+        _check_store(s3_endpoint)
+    emulator = Emulator(state_dir, detached=True, start_timeout=timeout, extra_args=_given(click.get_current_context()))
+    try:
+        emulator.start()
+    except EmulatorError as exc:
+        said, _, reason = str(exc).rpartition("\nError: ")  # what `serve` has said at the end, if it could
+        raise click.ClickException(f"the emulator did not start: {reason}" if said else str(exc)) from exc
+    values = emulator.leave()
+    if as_shell:
+        click.echo(exports(values), nl=False)
+    else:
+        out.data(values)
+    where = f"the page is {values['base_url']}/, the log {values['state_dir']}/serve.log"
+    click.echo(f"cwtrain emulator at {values['base_url']}; {where}; stop it with: cwtrain emulator stop", err=True)
+
+
+def _given(ctx: click.Context) -> list[str]:
+    """Return the options of `serve` that this command was given, as words for it."""
+    words = []
+    for option in _SHARED:
+        if ctx.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE or option.name in _OURS:
+            continue
+        value = ctx.params[option.name or ""]
+        words += [option.opts[0]] if option.is_flag else [f"{option.opts[0]}={value}"]
+    return words
+
+
+_OURS = ("as_shell", "state_dir")
+"""Options of `start` that it heeds itself."""
+
+_SHARED = [one for one in serve_command.params if isinstance(one, click.Option) and not one.hidden]
+start_command.params[:0] = _SHARED

@@ -1,8 +1,9 @@
-"""``emulator status``, ``emulator reset`` and ``emulator faults``: commands to a running emulator."""
+"""Commands to a running emulator: ``emulator status``, ``env``, ``stop``, ``reset`` and ``faults``."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,20 @@ from typing import Any
 import click
 
 from cwtrain_emulator._cwtrain import Command, output
-from cwtrain_emulator.control_client import Control, ControlError
-from cwtrain_emulator.faults import FAULT_OPTIONS, KINDS, TARGETS, Option
+from cwtrain_emulator.api.wire import ENUMS
+from cwtrain_emulator.control_client import Control, ControlError, WhichError, running
+from cwtrain_emulator.faults import (
+    COMMON_OPTIONS,
+    FAULT_OPTIONS,
+    KINDS,
+    MATCH_OPTIONS,
+    TARGETS,
+    FaultError,
+    Option,
+    parse_fault,
+)
 
-__all__ = ["faults_group", "reset_command", "status_command"]
+__all__ = ["env_command", "faults_group", "reset_command", "status_command", "stop_command"]
 
 _Command = Callable[..., Any]
 
@@ -40,6 +51,8 @@ def _to_an_emulator(*, ids: Callable[[Any], list[str]] | None = None) -> Callabl
                 # A state directory says it all, whatever is exported.
                 control = Control.find(url=None if state_dir else url, state_dir=state_dir)
                 answer = command(control, **values)
+            except WhichError as exc:
+                raise click.UsageError(str(exc), click.get_current_context()) from exc
             except ControlError as exc:
                 raise click.ClickException(str(exc)) from exc
             out.data(answer, ids=None if ids is None else ids(answer))
@@ -60,7 +73,61 @@ def status_command(control: Control) -> Any:
 
     Example: cwtrain emulator status --state-dir ./state
     """
-    return control.status()
+    return _shown(control.status())
+
+
+_PREFIXES = tuple(dict.fromkeys(("HOT_LOAD_STATE_", "STATUS_", *(prefix for prefix, _ in ENUMS.values()))))
+_ENUM_KEYS = frozenset({"status", "state", *(f"{name[0].lower()}{name[1:]}" for name in ENUMS), "type"})
+_FREE_KEYS = frozenset({"engineConfig", "engineEnv"})
+
+
+def _shown(value: Any, key: str = "") -> Any:
+    """Return an object of the wire as commands print it: keys in snake_case, states and other enums bare."""
+    match value:
+        case dict() if key not in _FREE_KEYS:
+            return {_snake_case(name): _shown(item, name) for name, item in value.items()}
+        case list():
+            return [_shown(item, key) for item in value]
+        case str() if key in _ENUM_KEYS:
+            prefix = next((one for one in _PREFIXES if value.startswith(one)), "")
+            return value.removeprefix(prefix)
+        case _:
+            return value
+
+
+def _snake_case(name: str) -> str:
+    return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
+
+
+@click.command("env", cls=Command)
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="State directory of the running emulator.",
+)
+def env_command(state_dir: Path) -> None:
+    """Print shell exports that reach the emulator that runs on a state directory.
+
+    Example: cwtrain emulator env --state-dir ./state >emulator.env && . ./emulator.env
+    """
+    from cwtrain_emulator.serve import exports
+
+    output().refuse_ids()
+    try:
+        click.echo(exports(running(state_dir)), nl=False)
+    except ControlError as exc:
+        raise click.ClickException(str(exc)) from exc
+
+
+@click.command("stop", cls=Command)
+@_to_an_emulator()
+def stop_command(control: Control) -> Any:
+    """Stop a running emulator, and return when it has ended.
+
+    Example: cwtrain emulator stop --state-dir ./state
+    """
+    return control.stop()
 
 
 @click.command("reset", cls=Command)
@@ -104,7 +171,27 @@ def add_command(control: Control, target: str, kind: str, **values: Any) -> Any:
 
     Example: cwtrain emulator faults add api status --status 503 --retry-after 1 --path hotLoads --times 2
     """
-    return control.add_fault(target, kind, **{name: value for name, value in values.items() if value is not None})
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        parse_fault({"target": target, "kind": kind, **given})
+    except FaultError as exc:
+        raise _wrong_fault(target, kind, given, str(exc)) from None
+    return control.add_fault(target, kind, **given)
+
+
+def _wrong_fault(target: str, kind: str, given: dict[str, Any], problems: str) -> click.UsageError:
+    """Return the usage error for a fault that cannot be; its next step is the line with what it lacks."""
+    error = click.UsageError(f"{target} {kind}: {problems}", click.get_current_context())
+    if target in KINDS[kind].targets:
+        known = {**KINDS[kind].options, **MATCH_OPTIONS[target], **COMMON_OPTIONS}
+        wrong = {problem.partition(":")[0] for problem in problems.split("; ")}
+        words = [
+            f"--{name.replace('_', '-')} {name.upper() if name in wrong else given[name]}"
+            for name in known
+            if name in wrong or name in given
+        ]
+        error.hint = " ".join([f"cwtrain emulator faults add {target} {kind}", *words])  # type: ignore[attr-defined]
+    return error
 
 
 @faults_group.command("list", cls=Command)

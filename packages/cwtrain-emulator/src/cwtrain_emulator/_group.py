@@ -9,10 +9,13 @@ import click
 __all__ = ["emulator_group"]
 
 _HOMES = {
+    "env": "cwtrain_emulator._control_command:env_command",
     "faults": "cwtrain_emulator._control_command:faults_group",
     "reset": "cwtrain_emulator._control_command:reset_command",
     "serve": "cwtrain_emulator._command:serve_command",
+    "start": "cwtrain_emulator._command:start_command",
     "status": "cwtrain_emulator._control_command:status_command",
+    "stop": "cwtrain_emulator._control_command:stop_command",
 }
 
 

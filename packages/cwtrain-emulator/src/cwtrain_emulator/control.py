@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -23,8 +25,8 @@ RUNNING_FILE = "running.json"
 _MAX_REPLICAS = 64
 
 
-def control_routes(service: Service, gateway: Gateway) -> list[BaseRoute]:
-    """Return the routes."""
+def control_routes(service: Service, gateway: Gateway, stop: Callable[[], None]) -> list[BaseRoute]:
+    """Return the routes; `stop` ends the service, soon."""
     spares = itertools.cycle(service.spare_keys) if service.spare_keys else None
 
     def faults(service: Service, request: Request) -> dict[str, Any]:
@@ -86,6 +88,10 @@ def control_routes(service: Service, gateway: Gateway) -> list[BaseRoute]:
         access, secret = next(spares)
         return {"access_key_id": access, "secret_access_key": secret}
 
+    def end(service: Service, request: Request) -> dict[str, Any]:
+        stop()
+        return {"pid": os.getpid(), "state_dir": str(service.settings.state_dir)}
+
     def route(path: str, method: str, handler: Handler) -> Route:
         return Route(f"/emulator/v1{path}", endpoint(service, handler, role="admin"), methods=[method])
 
@@ -98,4 +104,5 @@ def control_routes(service: Service, gateway: Gateway) -> list[BaseRoute]:
         route("/reset", "POST", reset),
         route("/deployments/{id}/replicas", "POST", scale),
         route("/credentials", "POST", credentials),
+        route("/stop", "POST", end),
     ]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Control", "ControlError"]
+__all__ = ["Control", "ControlError", "WhichError", "running"]
 
 _RUNNING_FILE = "running.json"
 
 
 class ControlError(RuntimeError):
     """The emulator refused, or is not there; the message says what to do."""
+
+
+class WhichError(ControlError):
+    """It was not said which emulator, or with which token."""
 
 
 class Control:
@@ -34,22 +39,14 @@ class Control:
         """Return the client of a running emulator: by its state directory, else by URL and COREWEAVE_API_TOKEN."""
         values = os.environ if environ is None else environ
         if state_dir is not None:
-            try:
-                found = json.loads((state_dir / _RUNNING_FILE).read_text())
-                return cls(url or found["base_url"], found["admin_token"])
-            except (OSError, ValueError, KeyError):
-                raise ControlError(
-                    f"no emulator runs on the state directory {state_dir}; start one with: "
-                    f"cwtrain emulator serve --state-dir {state_dir}"
-                ) from None
+            found = running(state_dir)
+            return cls(url or found["base_url"], found["admin_token"])
         address = url or values.get("COREWEAVE_API_URL", "")
         token = values.get("COREWEAVE_API_TOKEN", "").strip()
         if not address:
-            raise ControlError("which emulator? give --state-dir or --url, or export what `emulator serve` prints")
+            raise WhichError("which emulator? give --state-dir or --url, or export what `emulator env` prints")
         if not token:
-            raise ControlError(
-                "COREWEAVE_API_TOKEN is not set: export what `emulator serve` prints, or give --state-dir"
-            )
+            raise WhichError("COREWEAVE_API_TOKEN is not set: export what `emulator env` prints, or give --state-dir")
         return cls(address, token)
 
     def status(self) -> dict[str, Any]:
@@ -59,6 +56,26 @@ class Control:
     def reset(self) -> dict[str, Any]:
         """Forget all resources, hot-loads, objects and faults; return how many there were."""
         return self.call("POST", "/reset")
+
+    def stop(self, *, patience: float = 30.0) -> dict[str, Any]:
+        """End the emulator, its processes too, and return its pid and state directory when it has ended.
+
+        Raises ControlError when it has not after `patience` seconds.
+        """
+        found = self.call("POST", "/stop")
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if not (self._answers() or _held(Path(found["state_dir"]) / "lock")):
+                return found
+            time.sleep(0.05)
+        raise ControlError(f"the emulator (pid {found['pid']}) was asked to stop, and has not after {patience:g} s")
+
+    def _answers(self) -> bool:
+        try:
+            self.call("GET", "/health")
+        except ControlError:
+            return False
+        return True
 
     def scale(self, deployment_id: str, count: int) -> list[str]:
         """Give a deployment another number of replicas and return their names."""
@@ -103,8 +120,35 @@ class Control:
         except (OSError, ValueError) as exc:
             reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
             raise ControlError(
-                f"no emulator answers at {self._base_url}: {reason}; run `cwtrain emulator serve`, or correct it"
+                f"no emulator answers at {self._base_url}: {reason}; run `cwtrain emulator start`, or correct it"
             ) from None
+
+
+def _held(lock: Path) -> bool:
+    """Return whether a process holds the lock of a state directory on this machine."""
+    try:
+        import fcntl
+
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # no such locks here; or the directory is gone
+        return False
+    return False
+
+
+def running(state_dir: Path) -> dict[str, Any]:
+    """Return what `serve` has said of the emulator that runs on a state directory. Raises ControlError."""
+    try:
+        found: dict[str, Any] = json.loads((state_dir / _RUNNING_FILE).read_text())
+        _ = found["base_url"], found["admin_token"], found["env"]
+        return found
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ControlError(
+            f"no emulator runs on the state directory {state_dir}; start one with: "
+            f"cwtrain emulator serve --state-dir {state_dir}"
+        ) from None
 
 
 def _refusal(exc: urllib.error.HTTPError) -> str:
@@ -115,5 +159,5 @@ def _refusal(exc: urllib.error.HTTPError) -> str:
     except (ValueError, KeyError, TypeError):
         return f"HTTP {exc.code}; is this the emulator?"
     if exc.code == 401:
-        return f"{said}; export what `emulator serve` printed, or give --state-dir"
+        return f"{said}; export what `emulator start` printed, or give --state-dir"
     return said

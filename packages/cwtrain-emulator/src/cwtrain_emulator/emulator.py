@@ -44,8 +44,8 @@ class Emulator:
 
     Without `state_dir` everything is temporary and gone after `stop`; with one, `start` goes on where the last run
     stopped. `slots`, `queue`, `tokens_per_second` and `retry_after` are each replica's capacity. `port` 0 takes a free
-    port. `extra_args` go to the command as they are. The processes end with this one, however it ends. Not to be
-    started twice at once; after `stop` it can be started again.
+    port. `extra_args` go to the command as they are. The processes end with this one, however it ends, unless it is
+    `detached` and was left (`leave`). Not to be started twice at once; after `stop` it can be started again.
 
     In a forked process it says where it is and lets itself be controlled, but starts and ends nothing. It does not
     pickle: give another process `env`.
@@ -69,6 +69,7 @@ class Emulator:
         start_timeout: float = 90.0,
         extra_args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        detached: bool = False,
     ) -> None:
         self._state_dir = None if state_dir is None else Path(state_dir).absolute()
         self._options = [f"--replicas={replicas}", f"--port={port}", f"--seed={seed}", f"--bucket={bucket}"]
@@ -82,6 +83,7 @@ class Emulator:
         self._options += [extra_args] if isinstance(extra_args, str) else extra_args
         self._start_timeout = start_timeout
         self._environ = environ
+        self._detached = detached
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: Path | None = None
         self._log: IO[bytes] | None = None
@@ -107,10 +109,12 @@ class Emulator:
         state_dir.mkdir(parents=True, exist_ok=True)
         options = [*self._options, *(["--discard-state"] if self._temporary else [])]
         self._log = open(state_dir / "serve.log", "a+b")  # noqa: SIM115
-        command = [sys.executable, "-m", "cwtrain_emulator", "serve", "--watch-stdin", f"--state-dir={state_dir}"]
+        if not self._detached:
+            options.append("--watch-stdin")
+        command = [sys.executable, "-m", "cwtrain_emulator", "serve", f"--state-dir={state_dir}"]
         self._process = subprocess.Popen(
             [*command, *options],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL if self._detached else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=None if self._environ is None else dict(self._environ),
@@ -124,6 +128,19 @@ class Emulator:
             raise
         return self
 
+    def leave(self) -> dict[str, Any]:
+        """Let a detached one run on by itself and return what it says of itself; `Control.stop` ends it then."""
+        self._check_process()
+        process, self._process, self._temporary = self._process, None, None
+        assert process is not None
+        assert process.stdout is not None
+        assert self._log is not None
+        process.stdout.close()
+        self._log.close()
+        self._log = None
+        process.returncode = 0  # nobody here waits for it
+        return self._values
+
     def stop(self) -> None:
         """End all its processes, and delete what was temporary.
 
@@ -133,10 +150,12 @@ class Emulator:
             return
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            if process.stdin is None:
+                process.terminate()
+            else:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
             try:
                 process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:

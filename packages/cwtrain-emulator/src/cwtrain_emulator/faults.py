@@ -27,6 +27,7 @@ __all__ = [
     "FaultError",
     "FaultKind",
     "Option",
+    "parse_fault",
 ]
 
 TARGETS = ("api", "endpoint", "store", "replica", "directory")

@@ -39,13 +39,14 @@ from cwtrain_emulator.s3.weed import WeedServer
 from cwtrain_emulator.settings import Settings
 from cwtrain_emulator.store import Store
 
-__all__ = ["ServeError", "description", "lock_state_dir", "serve"]
+__all__ = ["ServeError", "description", "exports", "lock_state_dir", "serve"]
 
 _log = logging.getLogger("cwtrain_emulator.serve")
 
 _GRACE_SECONDS = 1.0
 _RESTORE_SECONDS = 30.0
 _PARENT_SECONDS = 1.0
+_ANSWER_SECONDS = 0.2
 
 
 class ServeError(RuntimeError):
@@ -76,8 +77,9 @@ def lock_state_dir(state_dir: Path) -> IO[str] | None:
 class _Emulator:
     """All parts of one running service."""
 
-    def __init__(self, settings: Settings, listening: socket.socket) -> None:
+    def __init__(self, settings: Settings, listening: socket.socket, end: Callable[[], None]) -> None:
         self._settings = settings
+        self._end = end
         self._listening = listening
         self.keys = Keys.load_or_create(settings.state_dir)
         self.store = Store(settings.state_dir / "state.sqlite3")
@@ -152,7 +154,7 @@ class _Emulator:
         routes = [
             *gateway_routes(gateway, None),
             *admin_routes(self.service, gateway.log),
-            *control_routes(self.service, gateway),
+            *control_routes(self.service, gateway, self._end),
             *page_routes(self.service, self._activity),
         ]
         controller.start(pool, self._listeners)
@@ -312,7 +314,12 @@ async def _serve(
         listening = _listening_socket(settings)
     except OSError as exc:
         raise ServeError(str(exc)) from exc
-    emulator = _Emulator(settings, listening)
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        loop.call_later(_ANSWER_SECONDS, stop.set)  # not at once: who asked for it gets an answer first
+
+    emulator = _Emulator(settings, listening, end)
     starting = asyncio.create_task(emulator.start())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -348,14 +355,18 @@ def _listening_socket(settings: Settings) -> socket.socket:
     return bind(settings.host, int(preferred) if preferred else None)
 
 
+def exports(values: dict[str, Any]) -> str:
+    """Return what a shell sources to reach the emulator that `values` describe."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values["env"].items())
+
+
 def _announce(values: dict[str, Any], *, as_shell: bool, write: Callable[[dict[str, Any]], None] | None) -> None:
     if write is not None:
         write(values)
     elif sys.stdout is None:
         raise ServeError("standard output is closed, and so nobody learns where the emulator is")
     else:
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values["env"].items())
-        sys.stdout.write(exports if as_shell else json.dumps(values) + "\n")
+        sys.stdout.write(exports(values) if as_shell else json.dumps(values) + "\n")
     sys.stdout.flush()
     said = f"cwtrain emulator at {values['base_url']}, bucket {values['bucket']}; watch it at {values['base_url']}/"
     with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, none: it runs all the same

@@ -1,4 +1,4 @@
-"""NeMo-RL adapter for CoreWeave Dedicated Inference.
+"""The place of NeMo-RL's adapter for CoreWeave Dedicated Inference.
 
 This version registers the adapter and nothing more: the documented names ``CoreWeaveGeneration``,
 ``HotLoadWeightSynchronizer`` and ``CoreWeaveDTensorPolicyWorker`` are not in it yet, and asking for one of them says
