@@ -229,6 +229,15 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, files: list[str], warned: b
     assert ("no tokenizer file" in warnings_of(root)) is warned
 
 
+def test_a_tokenizer_of_bytes_has_no_file(tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "c", tokenizer_config={"tokenizer_class": "ByT5Tokenizer"})
+    (root / "tokenizer.json").unlink()
+    assert warnings_of(root) == ""
+    (root / "tokenizer_config.json").write_text("[]")
+    assert "tokenizer_config.json: is not a JSON object" in warnings_of(root)
+    assert "no tokenizer file" in warnings_of(root)
+
+
 def test_all_files_of_a_tokenizer_are_uploaded_and_kept_by_copies(tmp_path: Path) -> None:
     root = checkpoint(tmp_path / "c")
     (root / "qwen.tiktoken").write_text("IQ== 0")

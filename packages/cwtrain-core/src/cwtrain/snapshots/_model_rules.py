@@ -33,6 +33,7 @@ _WRAPPERS = {
 _SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_packed", ".qweight", ".SCB")
 _QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model")
+_OF_BYTES = ("byt5", "canine", "perceiver")
 _EXAMPLES = 3
 
 
@@ -161,11 +162,14 @@ def end_tokens_trouble(config: Mapping[str, Any], generation: Mapping[str, Any])
     )
 
 
-def has_tokenizer(names: Iterable[str]) -> bool:
-    """Return whether files of these names bring a tokenizer."""
+def has_tokenizer(names: Iterable[str], config: Mapping[str, Any]) -> bool:
+    """Return whether files of these names bring a tokenizer; ``config`` is what ``tokenizer_config.json`` says."""
     folded = {name.casefold() for name in names}
+    kind = str(config.get("tokenizer_class", "")).casefold()
     return (
-        any(name in _TOKENIZERS or name.endswith((".tiktoken", ".vocab")) for name in folded)
+        kind.startswith(_OF_BYTES)  # its tokens are bytes or characters: there is no vocabulary
+        or "bytetokenizer" in kind
+        or any(name in _TOKENIZERS or name.endswith((".tiktoken", ".vocab")) for name in folded)
         or "vocab.txt" in folded
         or {"vocab.json", "merges.txt"} <= folded
         or any(name.startswith("tokenization_") for name in folded)

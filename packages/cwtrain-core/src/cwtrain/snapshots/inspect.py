@@ -291,20 +291,26 @@ def _refused(problem: str) -> SnapshotLayoutError:
     return SnapshotLayoutError(problem, problems=[problem])
 
 
+def _object_or_warning(found: Inspection, name: str) -> dict[str, Any]:
+    """Return the JSON object in a side file that need not be there; empty, with a warning, where it is none."""
+    if name not in found.side_files:
+        return {}
+    try:
+        return _read_object(found, name)
+    except SnapshotLayoutError as error:
+        found.warnings += [f"{problem}; an engine may stop at it" for problem in error.problems]
+        return {}
+
+
 def _check_model(found: Inspection, shards: Shards) -> None:
     """Warn about what an engine would read otherwise than the trainer meant it."""
     config = found.config or {}
     dtypes = {name: tensor.dtype for name, _, tensor in shards.tensors()}
     if found.config is not None and (trouble := quantisation_trouble(config, dtypes)):
         found.warnings.append(trouble)
-    if _GENERATION in found.side_files:
-        try:
-            ends = end_tokens_trouble(config, _read_object(found, _GENERATION))
-        except SnapshotLayoutError as error:
-            found.warnings += [f"{problem}; an engine may stop at it" for problem in error.problems]
-        else:
-            found.warnings += [ends] if ends else []
-    if not has_tokenizer(found.side_files):
+    if ends := end_tokens_trouble(config, _object_or_warning(found, _GENERATION)):
+        found.warnings.append(ends)
+    if not has_tokenizer(found.side_files, _object_or_warning(found, "tokenizer_config.json")):
         found.warnings.append(
             "there is no tokenizer file: an engine that reads the tokenizer with the weights has none; copy the "
             "tokenizer's files from the model that the training started from"
