@@ -189,6 +189,19 @@ def test_a_diff_says_that_quantisations_differ(tmp_path: Path, caplog: pytest.Lo
     assert "has no quantization_config, and that of" in caplog.text
 
 
+def test_a_writer_says_that_its_tensors_are_not_quantised_as_their_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = checkpoint(tmp_path / "c", config=FP8)
+    with (
+        caplog.at_level(logging.WARNING, logger="cwtrain"),
+        SnapshotWriter(MemoryStore("w"), Location("w", "r"), "v0", kind="full", side_files=root) as writer,
+    ):
+        writer.add(f"{Q}.weight", np.zeros((2, 2), np.float32))
+        writer.finalise([writer.close()])
+    assert "v0: config.json: quantization_config says fp8, but no tensor is quantised" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "warned"),
     [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from cwtrain.snapshots._files import RegularFile
 from cwtrain.snapshots._json import parse_json
 from cwtrain.snapshots._sidefiles import ADAPTER, adapter_trouble, is_side_file, list_with_templates
 from cwtrain.snapshots.checkpoint import raise_problems
 
-__all__ = ["read_side_files"]
+__all__ = ["read_config", "read_side_files"]
 
 _CONFIG = "config.json"
 _MOST_BYTES = 256 << 20
@@ -42,6 +43,12 @@ def read_side_files(path: str, *, only_check: bool = False) -> dict[str, bytes]:
     if only_check:
         return {}
     return {name: config if name == _CONFIG else _read(path, name) for name in names}
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return what ``config.json`` in a directory says that ``read_side_files`` looked at."""
+    value = parse_json(_read(path, _CONFIG))
+    return value if isinstance(value, dict) else {}
 
 
 def _read(path: str, name: str) -> bytes:

@@ -46,13 +46,13 @@ from cwtrain.hotload._writer_arguments import (
 from cwtrain.hotload._writer_index import streamed_index
 from cwtrain.hotload._writer_receipts import ShardReceipt, WrittenSnapshot, check_receipts, written_snapshot
 from cwtrain.hotload._writer_shards import ShardSink
-from cwtrain.hotload._writer_side import read_side_files
+from cwtrain.hotload._writer_side import read_config, read_side_files
 from cwtrain.hotload._writer_tied import adler32_of, may_be_tied, not_in_base, tied_names
 from cwtrain.hotload.bases import BaseTensors, TensorType
 from cwtrain.hotload.upload import require_bytes
 from cwtrain.models.snapshot import INDEX_NAME, SnapshotKind
 from cwtrain.snapshots._inputs import TensorInput, checkpoint_input, tensor_input
-from cwtrain.snapshots._model_rules import wrapped_names
+from cwtrain.snapshots._model_rules import quantisation_trouble, wrapped_names
 from cwtrain.snapshots._pipeline import DeltaPipeline, FullPipeline
 from cwtrain.snapshots.checkpoint import open_checkpoint
 from cwtrain.snapshots.header import unfit_names
@@ -243,6 +243,7 @@ class SnapshotWriter(OneProcess):
                         self._check_all_added(self._base.types().keys())
                     self._pipeline.finish()
                     self._settle_tied()
+                    self._compare_with_config()
                     self._check_left_out()
                     self._sink.finish()
                     self._upload.wait()
@@ -392,6 +393,13 @@ class SnapshotWriter(OneProcess):
                 f"{self.identity}: {len(missing)} tensors of the base were not added, for example {missing[0]!r}",
                 hint="add all tensors, changed or not: one that is left out is not 'unchanged'",
             )
+
+    def _compare_with_config(self) -> None:
+        """Warn where the config.json that goes up with these tensors says another quantisation than they have."""
+        if self._full and self._ranks == 1 and self._side_files is not None:
+            dtypes = {name: kind.dtype for name, kind in self._types.items()}
+            if trouble := quantisation_trouble(read_config(self._side_files), dtypes):
+                _log.warning("%s: %s", self.identity, trouble)
 
     def _check_left_out(self) -> None:
         """Check that what this delta leaves out is what its predecessor holds, where only the caller says so."""
