@@ -156,9 +156,10 @@ def test_a_delete_that_does_not_take_effect_is_an_error_with_the_last_state(api)
 
 
 def test_parameters_pass_the_gateways_on(api):
-    done = run("deployment", "parameters", "--gateway", "g", "--gateway", "h", env=api.env)
+    other = "2f3c0000-0000-4000-8000-000000000001"
+    done = run("deployment", "parameters", "--gateway", "gw", "--gateway", other, env=api.env)
     assert done.data == {"zones": ["US-EAST-04A"]}
-    assert api.paths() == ["/deployments/parameters?gatewayIds=g&gatewayIds=h"]
+    assert api.paths()[-1] == f"/deployments/parameters?gatewayIds=g&gatewayIds={other}"
 
 
 def test_gateways(api):
@@ -189,9 +190,11 @@ def test_list_counts_items_over_pages(api):
     assert len(run("hotload", "list", "--limit", "5", env=api.env).data) == 5
     assert len(api.paths()) == 1 + 3
     assert len(run("hotload", "list", env=api.env).data) == 7
+    api.deployment("d")
     shown = run("hotload", "list", "--deployment", "d", "--limit", "1", env=api.env).data
     assert set(shown[0]) == {"spec", "status"}
-    assert run("hotload", "list", "--deployment", "else", env=api.env).data == []
+    gone = "2f3c0000-0000-4000-8000-000000000001"
+    assert run("hotload", "list", "--deployment", gone, env=api.env).data == []
 
 
 def test_status_shows_the_hot_load_and_its_replicas(api):

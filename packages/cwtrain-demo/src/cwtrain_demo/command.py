@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import time
 
 import click
 
 from cwtrain.cli._context import Command, Context, pass_context
+from cwtrain.cli._errors import Terminated
 from cwtrain.errors import ConfigError
 
 __all__ = ["demo"]
@@ -37,7 +41,11 @@ _COLUMNS = ("step", "reward", "version", "kind", "bytes", "ratio", "hot-load", "
     metavar="DIR",
     help="New or empty directory for all that is written; it is kept.  [default: a temporary one]",
 )
-@click.option("--keep", is_flag=True, help="Keep the temporary directory, and say where it is.")
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Go on serving when the training is over, page and all, until Ctrl-C; and keep the temporary directory.",
+)
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, writable=True),
@@ -83,7 +91,8 @@ def demo(
     from cwtrain.cli._output import LiveTable
     from cwtrain_demo.loop import DemoConfig, run_demo
     from cwtrain_demo.report import human_bytes, report_html
-    from cwtrain_demo.result import Step, Version
+    from cwtrain_demo.result import DemoResult, Step, Version
+    from cwtrain_emulator import Emulator
 
     config = DemoConfig(steps=steps, replicas=replicas, seed=seed, model=model, state_dir=state_dir, keep=keep)
     with LiveTable(_COLUMNS, title="cwtrain demo", quiet=ctx.out.quiet) as table:
@@ -100,22 +109,34 @@ def demo(
                 step.example,
             )
 
-        result = run_demo(config, on_step=show, say=ctx.out.say)
-    if report:
-        try:
-            with open(report, "w", encoding="utf-8") as file:
-                file.write(report_html(result))
-        except OSError as exc:
-            # What was trained and served is told all the same.
-            ctx.out.say(f"warning: the report {report} could not be written: {exc.strerror}")
-        else:
-            ctx.out.say(f"report: {report}")
-    ctx.out.say(
-        f"reward {result.reward_start:.3f} -> {result.reward_end:.3f} in {steps} steps, "
-        f"{len(result.versions)} versions, {result.seconds['total']:.1f} s; "
-        f"weights {'match' if result.weights_match else 'DIFFER'}"
-    )
-    ctx.out.data(result.as_json(), ids=[version.identity for version in result.versions])
+        def tell(result: DemoResult) -> None:
+            if report:
+                try:
+                    with open(report, "w", encoding="utf-8") as file:
+                        file.write(report_html(result))
+                except OSError as exc:
+                    # What was trained and served is told all the same.
+                    ctx.out.say(f"warning: the report {report} could not be written: {exc.strerror}")
+                else:
+                    ctx.out.say(f"report: {report}")
+            ctx.out.say(
+                f"reward {result.reward_start:.3f} -> {result.reward_end:.3f} in {steps} steps, "
+                f"{len(result.versions)} versions, {result.seconds['total']:.1f} s; "
+                f"weights {'match' if result.weights_match else 'DIFFER'}"
+            )
+            ctx.out.data(result.as_json(), ids=[version.identity for version in result.versions])
+
+        def hold(result: DemoResult, emulator: Emulator) -> None:
+            tell(result)
+            sys.stdout.flush()
+            ctx.out.say(f"the emulator goes on: its page is {emulator.page_url}; Ctrl-C ends it")
+            with contextlib.suppress(KeyboardInterrupt, Terminated):
+                while True:
+                    time.sleep(3600)
+
+        result = run_demo(config, on_step=show, say=ctx.out.say, hold=hold if keep else None)
+    if not keep:
+        tell(result)
     if not result.ok:
         for problem in result.problems():
             ctx.out.say(f"error: {problem}")

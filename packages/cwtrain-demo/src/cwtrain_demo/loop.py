@@ -62,8 +62,9 @@ def run_demo(
     *,
     on_step: Callable[[Step, Version], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    hold: Callable[[DemoResult, Emulator], None] | None = None,
 ) -> DemoResult:
-    """Run the demo and return its result.
+    """Run the demo and return its result. ``hold`` is called with it while the emulator still runs, and may wait.
 
     ``on_step`` sees each step with the version that it made, ``say`` a line for people now and then.
 
@@ -111,6 +112,10 @@ def run_demo(
         if config.keep or config.state_dir:
             result.state_dir = str(root)
             trainer.save(root / "trained")
+        if hold is not None:
+            result.seconds["total"] = time.monotonic() - started
+            hold(result, emulator)
+            return result
         stopping = time.monotonic()
         stack.close()
         result.seconds["stop"] = time.monotonic() - stopping

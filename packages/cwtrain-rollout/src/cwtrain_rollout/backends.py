@@ -53,9 +53,10 @@ def dedicated(*, deployment: str | None = None, client: InferenceClient | None =
 def dedicated_config(
     client: InferenceClient, deployment: str | None = None, *, environ: Mapping[str, str] | None = None, **settings: Any
 ) -> RolloutConfig:
-    """Return the configuration for a deployment; what ``settings`` and the environment say wins."""
+    """Return the configuration for a deployment, by its id or name; what ``settings`` and the environment say wins."""
     from cwtrain.config import ApiConfig
     from cwtrain.infra import lifecycle
+    from cwtrain.infra._find import find_one
 
     environ = os.environ if environ is None else environ
     name = deployment or environ.get(f"{PREFIX}DEPLOYMENT_ID") or environ.get("CWTRAIN_HOTLOAD_DEPLOYMENT_ID")
@@ -63,7 +64,7 @@ def dedicated_config(
         raise ConfigError(
             "The backend 'dedicated' needs a deployment's id", hint=f"give deployment=..., or set {PREFIX}DEPLOYMENT_ID"
         )
-    found = client.get_deployment(name)
+    found = find_one("deployment", name, client.get_deployment, client.list_deployments)
     given: dict[str, Any] = {"deployment_id": found.id, "model": found.model_name, **_engine(found), **settings}
     for field in ("base_url", "api_key", "model"):
         if environ.get(f"{PREFIX}{field.upper()}") and field not in settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -32,11 +33,11 @@ def _endpoint(function: Callable[..., Any]) -> Callable[..., Any]:
                 "--backend",
                 default=None,
                 metavar="NAME",
-                help="How to reach the model: dedicated, openai, serverless, or a plugin's.  [default: dedicated with "
-                "--deployment, else openai]",
+                help="How to reach the model: dedicated, openai, serverless, or a plugin's.  [default: dedicated where "
+                "a deployment is named, also by CWTRAIN_HOTLOAD_DEPLOYMENT_ID, else openai]",
             ),
             click.option(
-                "--deployment", metavar="ID", help="Id of a deployment: its gateway, model, key and versions."
+                "--deployment", metavar="NAME_OR_ID", help="A deployment: its gateway, model, key and versions."
             ),
             click.option(
                 "--endpoint",
@@ -174,7 +175,7 @@ def bench(
 def _backend(where: dict[str, Any], *, text: bool, **more: Any) -> Any:
     from cwtrain.plugins import get_plugins
 
-    name = where["backend"] or ("dedicated" if where["deployment"] else "openai")
+    name = where["backend"] or ("dedicated" if where["deployment"] or _by_environment(where) else "openai")
     settings: dict[str, Any] = {"model": where["model"], "base_url": where["endpoint"], **more}
     if name == "dedicated":
         settings["deployment"] = where["deployment"]
@@ -182,6 +183,14 @@ def _backend(where: dict[str, Any], *, text: bool, **more: Any) -> Any:
         settings["token_id_prompts"] = False
     given = {key: value for key, value in settings.items() if value is not None}
     return get_plugins().rollout_backend(name).create(**given)
+
+
+def _by_environment(where: dict[str, Any]) -> bool:
+    """Return whether the environment names a deployment, and nobody an endpoint."""
+    if where["endpoint"] or os.environ.get("CWTRAIN_ROLLOUT_BASE_URL", "").strip():
+        return False
+    variables = ("CWTRAIN_ROLLOUT_DEPLOYMENT_ID", "CWTRAIN_HOTLOAD_DEPLOYMENT_ID")
+    return any(os.environ.get(name, "").strip() for name in variables)
 
 
 def _sampling(where: dict[str, Any], stop: tuple[str, ...]) -> SamplingParams:

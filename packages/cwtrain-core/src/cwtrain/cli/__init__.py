@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -35,7 +36,9 @@ def main(args: Sequence[str] | None = None, *, heartbeat: float = SILENCE_SECOND
 
 
 def _main(words: list[str], heartbeat: float) -> int:
-    given = GlobalOptions(verbose="--verbose" in words, quiet="--quiet" in words, errors=_errors_format(words))
+    # A shell that completes shows nothing but what can be completed.
+    quiet = "--quiet" in words or "_CWTRAIN_COMPLETE" in os.environ
+    given = GlobalOptions(verbose="--verbose" in words, quiet=quiet, errors=_errors_format(words))
     heart = Heart(every=heartbeat, quiet=lambda: given.quiet)
     try:
         with logging_to_stderr(verbose=given.verbose, quiet=given.quiet), _terminated_by_sigterm(), heart:

@@ -78,13 +78,21 @@ class Context:
         source = "--token" if self.token and self.token.strip() else None
         return InferenceClient(self.token, base_url=self.base_url, token_source=source)
 
-    def loader(self, client: InferenceClient, deployment_id: str) -> HotLoader:
+    def loader(self, client: InferenceClient, name_or_id: str) -> HotLoader:
         """Return a loader for the deployment, watched so that an interrupt can say what still runs."""
         from cwtrain.cli._running import watch
         from cwtrain.hotload import HotLoader
 
         watch(self.running)
-        return HotLoader(client, deployment_id=deployment_id)
+        return HotLoader(client, deployment_id=self.deployment_id(client, name_or_id))
+
+    def deployment_id(self, client: InferenceClient, name_or_id: str) -> str:
+        """Return the id of the deployment that a person named. Raises ``NotFoundError``."""
+        from cwtrain.infra._find import find_one, is_uuid
+
+        if is_uuid(name_or_id):
+            return name_or_id
+        return find_one("deployment", name_or_id, client.get_deployment, client.list_deployments).id
 
     def still_running(self, *texts: str) -> None:
         """Note what goes on at the service should this process be stopped from now on, and what to do about it."""
@@ -124,7 +132,7 @@ def _output(ctx: click.Context) -> Output:
 
 
 def _output_options() -> list[click.Parameter]:
-    return [option for option in global_options(hidden=True) if option.name in _OF_OUTPUT]
+    return [option for option in global_options() if option.name in _OF_OUTPUT]
 
 
 def _given(ctx: click.Context) -> GlobalOptions:
@@ -145,11 +153,11 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         set_log_level(verbose=given.verbose, quiet=given.quiet)
 
 
-def global_options(*, hidden: bool = False) -> list[click.Parameter]:
+def global_options() -> list[click.Parameter]:
     """Return the global options; the root shows them, commands accept them as well."""
 
     def option(*names: str, **settings: Any) -> click.Option:
-        return click.Option(names, expose_value=False, callback=_remember, hidden=hidden, **settings)
+        return click.Option(names, expose_value=False, callback=_remember, **settings)
 
     return [
         option(
@@ -182,6 +190,19 @@ class Command(click.Command):
         with waiting(f"{ctx.command_path} is at work"):
             return super().invoke(ctx)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the command's own options, then the global ones."""
+        common = {option.opts[0] for option in global_options()}
+        rows: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                rows[param.opts[0] in common and param not in self.params].append(record)
+        for ours, title in ((False, "Options"), (True, "Global options")):
+            if rows[ours]:
+                with formatter.section(title):
+                    formatter.write_dl(rows[ours])
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example, in one line so that it can be copied."""
         super().format_epilog(ctx, formatter)
@@ -193,7 +214,7 @@ class Command(click.Command):
         """Return the command's parameters, and the global options that it has no name of its own for."""
         params = super().get_params(ctx)
         taken = {name for param in params for name in param.opts}
-        return params + [option for option in global_options(hidden=True) if not taken & set(option.opts)]
+        return params + [option for option in global_options() if not taken & set(option.opts)]
 
 
 @contextmanager

@@ -48,13 +48,21 @@ class LazyGroup(click.Group):
 class RootGroup(LazyGroup):
     """The root: core's commands, and for ``--help`` and names that core does not know, the plugins'.
 
-    A plugin that cannot be loaded is warned about on standard error; core's commands do not depend on it. Completion
-    loads no plugins. ``about`` has the line that help shows for each of core's commands, so that it imports none.
+    A plugin that cannot be loaded is warned about on standard error; core's commands do not depend on it. ``elsewhere``
+    says which extra brings a command that is not installed. ``about`` has the line that help shows for each of core's
+    commands, so that it imports none.
     """
 
-    def __init__(self, *args: Any, about: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        about: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._about = dict(about or {})
+        self._elsewhere = dict(elsewhere or {})
         self._plugins_loaded = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -69,6 +77,15 @@ class RootGroup(LazyGroup):
             self._load_plugins(ctx)
             command = super().get_command(ctx, cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that ``args`` names; for one that is not installed, the error says what brings it."""
+        extra = self._elsewhere.get(args[0])
+        if extra is not None and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            raise click.UsageError(f"cwtrain {args[0]} is not installed: pip install 'cwtrain-core[{extra}]'", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write core's commands and the plugins' in two sections."""
@@ -91,7 +108,7 @@ class RootGroup(LazyGroup):
         return None if command is None or command.hidden else command.get_short_help_str(limit)
 
     def _load_plugins(self, ctx: click.Context) -> None:
-        if self._plugins_loaded or ctx.resilient_parsing:
+        if self._plugins_loaded:
             return
         self._plugins_loaded = True
         from cwtrain.plugins import get_plugins

@@ -95,9 +95,23 @@ def no_wait_option(function: _F) -> _F:
     )(function)
 
 
-def deployment_option(*, required: bool = True, help: str = "Id of the deployment.") -> Callable[[_F], _F]:  # noqa: A002
-    """Return ``--deployment``."""
-    return click.option("--deployment", "deployment_id", type=TEXT, required=required, metavar="ID", help=help)
+def deployment_option(
+    *,
+    required: bool = True,
+    by_environment: bool = True,
+    help: str = "The deployment.",  # noqa: A002 - click's own word
+) -> Callable[[_F], _F]:
+    """Return ``--deployment``, a name or an id; without it, ``by_environment``, the variable of the trainers' hooks."""
+    return click.option(
+        "--deployment",
+        "deployment_id",
+        type=TEXT,
+        required=required,
+        metavar="NAME_OR_ID",
+        help=help,
+        envvar="CWTRAIN_HOTLOAD_DEPLOYMENT_ID" if by_environment else None,
+        show_envvar=by_environment,
+    )
 
 
 def spec_option(what: str, *, required: bool = True) -> Callable[[_F], _F]:

@@ -283,6 +283,9 @@ class ProgressLine:
         """Tell ``event``."""
         if self._quiet:
             return
+        if event.already_served:  # the only news, and it stays
+            say(event.summary())
+            return
         done, total = _share(event)
         if self._bar is not None and event.hot_load is not None and event.hot_load.id != self._hot_load_id:
             # Above the line that is redrawn, where it can be copied: the line has no room for it.

@@ -1,16 +1,17 @@
-"""What the commands of deployments and gateways share: finding one by name or id, and deleting one."""
+"""What the commands of deployments and gateways share: making one, deleting one, and telling its status."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from cwtrain.cli._context import Context
 from cwtrain.errors import NotFoundError, TransportError
+from cwtrain.infra._find import is_uuid
 from cwtrain.models.text import duration
 
-__all__ = ["create_resource", "delete_resource", "find_one", "status_lines"]
+__all__ = ["create_resource", "delete_resource", "status_lines"]
 
 
 class _Named(Protocol):
@@ -28,21 +29,6 @@ class _Stated(Protocol):
 
 
 _R = TypeVar("_R", bound=_Named)
-
-
-def find_one(what: str, name_or_id: str, get: Callable[[str], _R], list_all: Callable[[], Iterable[_R]]) -> _R:
-    """Return the one with that id, or the only one with that name. Raises ``NotFoundError``."""
-    if _is_uuid(name_or_id):
-        return get(name_or_id)
-    found = [one for one in list_all() if name_or_id in (one.id, one.name)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise NotFoundError(
-            f"no {what} has the name or id {name_or_id!r}", code="not_found", hint=f"cwtrain {what} list"
-        )
-    ids = ", ".join(one.id for one in found)
-    raise NotFoundError(f"{len(found)} {what}s are named {name_or_id!r}", hint=f"give one of the ids: {ids}")
 
 
 def create_resource(
@@ -88,35 +74,31 @@ def status_lines(ctx: Context, what: str, resource_id: str) -> Callable[[_Stated
 def delete_resource(
     ctx: Context,
     what: str,
-    resource_id: str,
+    name_or_id: str,
     *,
+    find: Callable[[str], _R],
     delete: Callable[[str], Any],
-    delete_and_wait: Callable[[], bool],
+    delete_and_wait: Callable[[str], bool],
     wait: bool,
     ignore_not_found: bool,
 ) -> None:
     """Delete and print ``{id, result}``; without ``ignore_not_found`` there being nothing to delete is an error."""
-    again = f"cwtrain {what} delete {resource_id} --wait --ignore-not-found"
-    ctx.still_running(f"{what} {resource_id} may be going away; see it through with: {again}")
+    resource_id = name_or_id
     try:
+        if not is_uuid(name_or_id):
+            resource_id = find(name_or_id).id
+        again = f"cwtrain {what} delete {resource_id} --wait --ignore-not-found"
+        ctx.still_running(f"{what} {resource_id} may be going away; see it through with: {again}")
         if wait:
-            result = "deleted" if delete_and_wait() else "not_found"
+            result = "deleted" if delete_and_wait(resource_id) else "not_found"
         else:
             delete(resource_id)
             result = "deleting"
-    except NotFoundError:
-        if not ignore_not_found:
+    except NotFoundError as error:
+        if not ignore_not_found or error.code is None:  # several of that name are there
             raise
         result = "not_found"
     if result == "not_found" and not ignore_not_found:
         raise NotFoundError(f"there is no {what} {resource_id}", code="not_found", hint=f"cwtrain {what} list")
     ctx.all_done()
     ctx.out.data({"id": resource_id, "result": result}, ids=[resource_id])
-
-
-def _is_uuid(text: str) -> bool:
-    try:
-        uuid.UUID(text)
-    except ValueError:
-        return False
-    return True

@@ -42,6 +42,14 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         "doctor": "Report what is installed, set and reachable.",
         "completion": "Print the completion script of a shell.",
     },
+    # No name of an integration is known here but for what to install: the aliases of cwtrain.integrations do the same.
+    elsewhere={
+        "demo": "demo",
+        "emulator": "emulator",
+        "miles": "miles",
+        "rollout": "rollout",
+        "slime": "slime",
+    },
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 120},
     no_args_is_help=False,
 )

@@ -12,7 +12,10 @@ __all__ = ["completion"]
 @click.command(cls=Command, example='eval "$(cwtrain completion bash)"')
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def completion(shell: str) -> None:
-    """Print the completion script of a shell. Completing asks neither the network nor plugins."""
+    """Print the completion script of a shell.
+
+    Completing asks no network, and offers the plugins' commands, too.
+    """
     from click.shell_completion import ShellComplete, get_completion_class
 
     from cwtrain.cli._root import root

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,8 +11,9 @@ from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._errors import Terminated
 from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import TEXT, load_spec, spec_option, timeout_option, wait_option
-from cwtrain.cli._resources import create_resource, delete_resource, find_one, status_lines
+from cwtrain.cli._resources import create_resource, delete_resource, status_lines
 from cwtrain.errors import CWTrainError
+from cwtrain.infra._find import find_one, is_uuid
 
 if TYPE_CHECKING:
     from cwtrain.infra import InferenceClient
@@ -126,13 +127,13 @@ def list_(ctx: Context) -> None:
 
 
 @deployment.command(cls=Command, example="cwtrain deployment update 2f3c... --disable")
-@click.argument("deployment_id", metavar="ID", type=TEXT)
+@click.argument("name_or_id", type=TEXT)
 @spec_option("whole new spec", required=False)
 @click.option(
     "--disable/--enable", "disabled", default=None, help="Stop serving and give the GPUs back, or serve again."
 )
 @pass_context
-def update(ctx: Context, deployment_id: str, file: str | None, disabled: bool | None) -> None:
+def update(ctx: Context, name_or_id: str, file: str | None, disabled: bool | None) -> None:
     """Change a deployment: the whole spec from a file, or only whether it is disabled.
 
     The service refuses changes while a hot-load runs, and changes of hotLoad always.
@@ -140,14 +141,15 @@ def update(ctx: Context, deployment_id: str, file: str | None, disabled: bool | 
     if file is None and disabled is None:
         raise click.UsageError("nothing to change: give --file, --disable or --enable", click.get_current_context())
     spec = load_spec(file) if file is not None else None
-    if spec is not None and spec.setdefault("id", deployment_id) != deployment_id:
-        raise click.UsageError(
-            f"the spec's id is {spec['id']!r}, not {deployment_id!r}; leave it out or correct it",
-            click.get_current_context(),
-        )
+    if spec is not None and is_uuid(name_or_id):
+        _require_id(spec, name_or_id)
     with ctx.client() as client:
-        if spec is None:
-            spec = dict(client.get_deployment(deployment_id).raw.get("spec") or {})
+        deployment_id = name_or_id
+        if spec is None or not is_uuid(name_or_id):
+            found = find_one("deployment", name_or_id, client.get_deployment, client.list_deployments)
+            deployment_id = found.id
+            spec = dict(found.raw.get("spec") or {}) if spec is None else spec
+            _require_id(spec, deployment_id)
         if disabled is not None:
             spec["disabled"] = disabled
         ctx.still_running(f"deployment {deployment_id} may be changed; see: cwtrain deployment get {deployment_id}")
@@ -155,13 +157,22 @@ def update(ctx: Context, deployment_id: str, file: str | None, disabled: bool | 
         _print(ctx, changed, _endpoints(client, changed))
 
 
+def _require_id(spec: dict[str, Any], deployment_id: str) -> None:
+    """Let the spec have this id, or refuse one that has another."""
+    if spec.setdefault("id", deployment_id) != deployment_id:
+        raise click.UsageError(
+            f"the spec's id is {spec['id']!r}, not {deployment_id!r}; leave it out or correct it",
+            click.get_current_context(),
+        )
+
+
 @deployment.command(cls=Command, example="cwtrain deployment delete 2f3c... --wait")
-@click.argument("deployment_id", metavar="ID", type=TEXT)
+@click.argument("name_or_id", type=TEXT)
 @wait_option("Wait until it is gone.")
 @timeout_option(600, "Seconds to wait with --wait.")
 @click.option("--ignore-not-found", is_flag=True, help="Succeed when there is no such deployment.")
 @pass_context
-def delete(ctx: Context, deployment_id: str, wait: bool, timeout: float, ignore_not_found: bool) -> None:
+def delete(ctx: Context, name_or_id: str, wait: bool, timeout: float, ignore_not_found: bool) -> None:
     """Delete a deployment and print {id, result}: deleting, deleted (with --wait) or not_found."""
     from cwtrain.infra import lifecycle
 
@@ -169,13 +180,14 @@ def delete(ctx: Context, deployment_id: str, wait: bool, timeout: float, ignore_
         delete_resource(
             ctx,
             "deployment",
-            deployment_id,
+            name_or_id,
+            find=lambda name: find_one("deployment", name, client.get_deployment, client.list_deployments),
             delete=client.delete_deployment,
-            delete_and_wait=lambda: lifecycle.delete_deployment(
+            delete_and_wait=lambda found: lifecycle.delete_deployment(
                 client,
-                deployment_id,
+                found,
                 timeout=timeout,
-                on_progress=status_lines(ctx, "deployment", deployment_id),
+                on_progress=status_lines(ctx, "deployment", found),
             ),
             wait=wait,
             ignore_not_found=ignore_not_found,
@@ -183,9 +195,15 @@ def delete(ctx: Context, deployment_id: str, wait: bool, timeout: float, ignore_
 
 
 @deployment.command(cls=Command, example="cwtrain deployment parameters --gateway 7be1...")
-@click.option("--gateway", "gateway_ids", multiple=True, type=TEXT, metavar="ID", help="Only for these gateways.")
+@click.option(
+    "--gateway", "names_or_ids", multiple=True, type=TEXT, metavar="NAME_OR_ID", help="Only for these gateways."
+)
 @pass_context
-def parameters(ctx: Context, gateway_ids: tuple[str, ...]) -> None:
+def parameters(ctx: Context, names_or_ids: tuple[str, ...]) -> None:
     """Print what a deployment can be made of: engines and their options, instance types."""
     with ctx.client() as client:
+        gateway_ids = [
+            one if is_uuid(one) else find_one("gateway", one, client.get_gateway, client.list_gateways).id
+            for one in names_or_ids
+        ]
         ctx.out.data(client.get_deployment_parameters(gateway_ids or None))

@@ -7,8 +7,9 @@ import click
 from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import TEXT, load_spec, spec_option, timeout_option, wait_option
-from cwtrain.cli._resources import create_resource, delete_resource, find_one, status_lines
+from cwtrain.cli._resources import create_resource, delete_resource, status_lines
 from cwtrain.errors import CWTrainError
+from cwtrain.infra._find import find_one
 
 __all__ = ["gateway"]
 
@@ -72,12 +73,12 @@ def list_(ctx: Context) -> None:
 
 
 @gateway.command(cls=Command, example="cwtrain gateway delete 7be1... --wait")
-@click.argument("gateway_id", metavar="ID", type=TEXT)
+@click.argument("name_or_id", type=TEXT)
 @wait_option("Wait until it is gone; one that deployments still use is tried again until the timeout.")
 @timeout_option(600, "Seconds to wait with --wait.")
 @click.option("--ignore-not-found", is_flag=True, help="Succeed when there is no such gateway.")
 @pass_context
-def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float, ignore_not_found: bool) -> None:
+def delete(ctx: Context, name_or_id: str, wait: bool, timeout: float, ignore_not_found: bool) -> None:
     """Delete a gateway and print {id, result}: deleting, deleted (with --wait) or not_found."""
     from cwtrain.infra import lifecycle
 
@@ -85,10 +86,11 @@ def delete(ctx: Context, gateway_id: str, wait: bool, timeout: float, ignore_not
         delete_resource(
             ctx,
             "gateway",
-            gateway_id,
+            name_or_id,
+            find=lambda name: find_one("gateway", name, client.get_gateway, client.list_gateways),
             delete=client.delete_gateway,
-            delete_and_wait=lambda: lifecycle.delete_gateway(
-                client, gateway_id, timeout=timeout, on_progress=status_lines(ctx, "gateway", gateway_id)
+            delete_and_wait=lambda found: lifecycle.delete_gateway(
+                client, found, timeout=timeout, on_progress=status_lines(ctx, "gateway", found)
             ),
             wait=wait,
             ignore_not_found=ignore_not_found,

@@ -20,6 +20,7 @@ from cwtrain.waits import waiting
 
 if TYPE_CHECKING:
     from cwtrain.hotload import ProgressEvent
+    from cwtrain.infra import InferenceClient
     from cwtrain.models.service import HotLoad, HotLoadState, PromptCachePolicy
 
 __all__ = ["hotload"]
@@ -46,6 +47,8 @@ _base_version = click.option(
 _reset_prompt_cache = click.option(
     "--reset-prompt-cache", is_flag=True, help="Empty the prompt cache at the swap.  [default: the server's policy]"
 )
+
+_of_deployment = deployment_option(required=False, help="The deployment in which to look for an identity.")
 
 
 @click.group(
@@ -198,10 +201,11 @@ def trigger(
 
 
 @hotload.command(cls=Command, example="cwtrain hotload wait 5d0a...")
-@click.argument("hot_load_id", metavar="ID", type=TEXT)
+@click.argument("name_or_id", metavar="IDENTITY_OR_ID", type=TEXT)
+@_of_deployment
 @timeout_option(1800, "Seconds to wait.")
 @pass_context
-def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
+def wait(ctx: Context, name_or_id: str, deployment_id: str | None, timeout: float) -> None:
     """Wait until a hot-load has ended, and print it.
 
     With --output jsonl there is a line for each change; the last is the result.
@@ -209,23 +213,25 @@ def wait(ctx: Context, hot_load_id: str, timeout: float) -> None:
     from cwtrain.hotload.operations import goes_on
 
     with ctx.client() as client:
+        hot_load_id = _hot_load_id(ctx, client, name_or_id, deployment_id)
         ctx.still_running(goes_on(hot_load_id))
-        deployment_id = client.get_hot_load(hot_load_id).spec.deployment_id
-        loader = ctx.loader(client, deployment_id)
+        loader = ctx.loader(client, client.get_hot_load(hot_load_id).spec.deployment_id)
         with _progress(ctx, stream=ctx.out.streams) as on_progress:
             done = loader.wait(hot_load_id, timeout=timeout, on_progress=on_progress)
     _print(ctx, done)
 
 
 @hotload.command(cls=Command, example="cwtrain hotload status 5d0a...")
-@click.argument("hot_load_id", metavar="ID", type=TEXT)
+@click.argument("name_or_id", metavar="IDENTITY_OR_ID", type=TEXT)
+@_of_deployment
 @pass_context
-def status(ctx: Context, hot_load_id: str) -> None:
+def status(ctx: Context, name_or_id: str, deployment_id: str | None) -> None:
     """Print a hot-load and where each replica is."""
     from cwtrain.hotload.operations import warn_about_stragglers
     from cwtrain.infra._wire import hot_load_to_json, replica_to_json
 
     with ctx.client() as client:
+        hot_load_id = _hot_load_id(ctx, client, name_or_id, deployment_id)
         found = client.get_hot_load(hot_load_id)
         replicas = list(client.list_hot_load_replicas(hot_load_id))
     warn_about_stragglers(found, replicas)
@@ -235,21 +241,23 @@ def status(ctx: Context, hot_load_id: str) -> None:
 
 
 @hotload.command(cls=Command, example="cwtrain hotload cancel 5d0a...")
-@click.argument("hot_load_id", metavar="ID", type=TEXT)
+@click.argument("name_or_id", metavar="IDENTITY_OR_ID", type=TEXT)
+@_of_deployment
 @pass_context
-def cancel(ctx: Context, hot_load_id: str) -> None:
+def cancel(ctx: Context, name_or_id: str, deployment_id: str | None) -> None:
     """Ask the service to cancel a hot-load, and print it.
 
     The service does not offer this today, and says so.
     """
     with ctx.client() as client:
+        hot_load_id = _hot_load_id(ctx, client, name_or_id, deployment_id)
         ctx.still_running(f"hot-load {hot_load_id} may be canceled; see: cwtrain hotload status {hot_load_id}")
         canceled = client.cancel_hot_load(hot_load_id)
     _print(ctx, canceled)
 
 
 @hotload.command("list", cls=Command, example="cwtrain --output table hotload list --deployment 2f3c... --limit 5")
-@deployment_option(required=False, help="Only hot-loads of this deployment.")
+@deployment_option(required=False, by_environment=False, help="Only hot-loads of this deployment.")
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, newest first.")
 @pass_context
 def list_(ctx: Context, deployment_id: str | None, limit: int) -> None:
@@ -257,7 +265,8 @@ def list_(ctx: Context, deployment_id: str | None, limit: int) -> None:
     from cwtrain.infra._wire import hot_load_to_json
 
     with ctx.client() as client:
-        found = list(itertools.islice(client.list_hot_loads(deployment_id, page_size=min(limit, 1000)), limit))
+        wanted = ctx.deployment_id(client, deployment_id) if deployment_id else None
+        found = list(itertools.islice(client.list_hot_loads(wanted, page_size=min(limit, 1000)), limit))
     ctx.out.data([hot_load_to_json(one) for one in found], ids=[one.id for one in found], columns=_COLUMNS)
 
 
@@ -313,10 +322,31 @@ def check(ctx: Context, deployment_id: str) -> None:
     from cwtrain.hotload.check import check_hot_load
 
     with ctx.client() as client:
-        checked = check_hot_load(client, deployment_id)
+        checked = check_hot_load(client, ctx.deployment_id(client, deployment_id))
     for warning in checked.warnings:
         ctx.out.say(f"warning: {warning}")
     ctx.out.data(checked.to_json(), ids=[checked.deployment])
+
+
+def _hot_load_id(ctx: Context, client: InferenceClient, name_or_id: str, deployment_id: str | None) -> str:
+    """Return the id of the hot-load that a person named by its id or its identity. Raises ``NotFoundError``."""
+    from cwtrain.errors import NotFoundError
+    from cwtrain.infra._find import is_uuid
+
+    if is_uuid(name_or_id):
+        return name_or_id
+    where = ctx.deployment_id(client, deployment_id) if deployment_id else None
+    found = [one for one in client.list_hot_loads(where) if name_or_id in (one.id, one.identity)]
+    if not found:
+        raise NotFoundError(
+            f"no hot-load has the id or the identity {name_or_id!r}", code="not_found", hint="cwtrain hotload list"
+        )
+    if len(found) > 1:
+        ids = ", ".join(one.id for one in found)
+        raise NotFoundError(
+            f"{len(found)} hot-loads are of {name_or_id!r}", hint=f"give one of the ids, the newest first: {ids}"
+        )
+    return found[0].id
 
 
 def _policy(reset: bool) -> PromptCachePolicy:

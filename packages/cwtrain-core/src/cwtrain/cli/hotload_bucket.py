@@ -40,6 +40,7 @@ def gc(ctx: Context, deployment_id: str, keep: int, yes: bool) -> None:
 
     with ctx.client() as client:
         loader = ctx.loader(client, deployment_id)
+        deployment_id = loader.deployment_id
         store, location = loader.store, loader.location
         deployments = list(client.list_deployments())
         hot_loads = {one.id: list(client.list_hot_loads(one.id)) for one in sharing(deployments, location)}
@@ -105,6 +106,7 @@ def chain(ctx: Context, deployment_id: str) -> None:
 
     with ctx.client() as client:
         loader = ctx.loader(client, deployment_id)
+        deployment_id = loader.deployment_id
         report = chain_report(loader.store, loader.location, deployment_id, _hot_loads(client, deployment_id))
     for warning in report.warnings:
         ctx.out.say(f"warning: {warning}")
@@ -141,6 +143,7 @@ def resume_info(ctx: Context, run_id: str, deployment_id: str | None) -> None:
     except ConfigError as error:
         raise click.BadParameter(error.message, click.get_current_context(), param_hint="'--run'") from error
     with ctx.client() as client:
+        deployment_id = ctx.deployment_id(client, deployment_id) if deployment_id else None
         wanted = [deployment_id] if deployment_id else [one.id for one in client.list_deployments() if one.hot_load]
         found = []
         refused: list[tuple[str, CWTrainError]] = []

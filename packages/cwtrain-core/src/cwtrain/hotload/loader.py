@@ -17,7 +17,7 @@ from cwtrain.hotload._mirror_hold import keeping
 from cwtrain.hotload._writer_receipts import WrittenSnapshot
 from cwtrain.hotload.operations import ServedReport
 from cwtrain.hotload.planning import plan_publish
-from cwtrain.hotload.progress import OnProgress
+from cwtrain.hotload.progress import OnProgress, ProgressEvent
 from cwtrain.hotload.work import Work
 from cwtrain.infra._poll import check_seconds
 from cwtrain.infra._requests import member
@@ -166,6 +166,8 @@ class HotLoader(LoaderCore):
                 return plan
             if done is not None:
                 _log.info("%s is served already by hot-load %s: nothing to do", identity, done.id)
+                if on_progress is not None:
+                    on_progress(ProgressEvent(hot_load=done, already_served=True))
                 return done
             try:
                 self._tell_started(snapshot, identity, version, began=started)

@@ -144,6 +144,8 @@ class HotLoadOperations:
                 client = self.client.within(max(deadline.left(), min(self.poll_interval, _LAST_LOOK_SECONDS)))
                 hot_loads = list(client.list_hot_loads(self.deployment_id)) if listed is None else listed
                 if (done := self.done(work, hot_loads)) is not None:
+                    if on_progress is not None:
+                        on_progress(ProgressEvent(hot_load=done, already_served=True))
                     return done
                 # Made once: whatever happens to the answers below, this call asks under this id and no other.
                 hot_load_id = hot_load_id or chains.hot_load_id(

@@ -34,6 +34,8 @@ class ProgressEvent:
     elapsed: float = 0.0
     waiting_on: HotLoad | None = None
     upload: UploadProgress | None = None
+    already_served: bool = False
+    """Whether every replica served the identity before: nothing was sent, and no hot-load was asked for."""
     problem: str | None = None
     """The last poll's failure, when the service could not be asked; None when it answered."""
 
@@ -57,6 +59,8 @@ class ProgressEvent:
                 f"uploading: {self.upload.objects_done}/{self.upload.objects} objects, "
                 f"{size(self.upload.sent_bytes)} of {size(self.upload.total_bytes)}"
             )
+        if self.already_served and self.hot_load is not None:
+            return f"{self.hot_load.identity} is served already, by hot-load {self.hot_load.id}: there is nothing to do"
         if self.waiting_on is not None:
             other = self.waiting_on
             text = f"waiting for hot-load {other.id} ({other.identity}, {other.state}{_age(other)})"

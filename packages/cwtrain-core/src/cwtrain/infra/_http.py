@@ -49,6 +49,10 @@ Query = Mapping[str, str | int | Sequence[str]]
 
 logger = logging.getLogger("cwtrain.infra")
 
+# A line for each request, at a level that trainers show: who wants them sets a level of the logger's own.
+if (_their_log := logging.getLogger("httpx")).level == logging.NOTSET:
+    _their_log.setLevel(logging.WARNING)
+
 
 @attrs.frozen(kw_only=True)
 class Limits:

@@ -78,18 +78,25 @@ class PageView:
             found = service.store.latest_completed(row.id)
             completed = None if found is None else _hot_load(found, [])
         gateways = [service.store.resource("gateway", gateway_id) for gateway_id in row.spec["gatewayIds"]]
+        replicas = [_replica(replica) for replica in service.pool.of_deployment(row.id)]
+        status = "DISABLED" if row.spec.get("disabled") else row.status
+        broken = [replica for replica in replicas if replica["state"] == "ERROR"]
+        if status == "READY":
+            # The service's own word stays READY: what it serves with is another question, and the page's.
+            status = "READY" if not broken else "ERROR" if len(broken) == len(replicas) else "DEGRADED"
+        reasons = dict.fromkeys(replica["error"] for replica in broken if replica["error"])
         return {
             "id": row.id,
             "name": row.name,
             "model": row.spec["model"]["name"],
-            "status": "DISABLED" if row.spec.get("disabled") else row.status,
-            "reason": _reason(row.conditions),
+            "status": status,
+            "reason": "; ".join(reasons)[:_LONGEST_REASON] or _reason(row.conditions),
             "hot_loads": "hotLoad" in row.spec,
             "identity": completed["identity"] if completed else "",
             "full_identity": completed["full"] if completed else "",
             "deltas": completed["deltas"] if completed else 0,
             "endpoints": [url for gateway in gateways if gateway is not None for url in service.endpoints(gateway)],
-            "replicas": [_replica(replica) for replica in service.pool.of_deployment(row.id)],
+            "replicas": replicas,
         }
 
 

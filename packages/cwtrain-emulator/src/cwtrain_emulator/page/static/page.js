@@ -22,6 +22,7 @@ const STATES = {
   STARTING: ["waiting", "Starting"],
   DISABLED: ["waiting", "Disabled"],
   ERROR: ["bad", "Error"],
+  DEGRADED: ["bad", "Some replicas in error"],
   FAILED: ["bad", "Failed"],
 };
 
@@ -161,7 +162,7 @@ function makeDeployment(first) {
       say(identity, words);
       identity.classList.toggle("none", words === "no weights yet");
       say(detail, more);
-      say(problem, deployment.status === "ERROR" ? deployment.reason : "");
+      say(problem, ["ERROR", "DEGRADED"].includes(deployment.status) ? deployment.reason : "");
       say(table.caption, `Replicas of ${deployment.name}`);
       show(table, deployment.replicas.length > 0);
       const nothing = deployment.hot_loads && deployment.status === "READY" && !served(deployment).size && !deployment.identity;
