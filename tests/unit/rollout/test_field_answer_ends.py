@@ -192,6 +192,35 @@ def test_a_whole_answer_without_a_token_is_asked_again(end: str, empty: dict[str
     assert len(endpoint.requests) == 2
 
 
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"token_ids": [2, -1]},
+        {"token_ids": [2, None]},
+        {"token_ids": "2"},
+        {"finish_reason": 1},
+        {"finish_reason": {"type": "stop"}},
+        {"finish_reason": ["stop"]},
+        {"finish_reason": False},
+    ],
+)
+def test_a_stream_with_an_event_that_cannot_be_read_is_asked_again(odd: dict[str, Any], logprobs: bool) -> None:
+    """Its tokens were left out of the sample where log-probs are not required."""
+    events = [*streamed_choice((1,), None), *streamed_choice((2,), None), *streamed_choice((3,), "stop")]
+    events[1]["choices"][0].update(odd)
+    endpoint = ToldEndpoint(first_then(events, rest=lambda request: streamed_choice((7, 8), "stop")))
+    one, (sample,) = partial_rollout(endpoint, logprobs=logprobs)
+    assert (sample.token_ids, one.totals.bad_answers) == ((7, 8), 1)
+
+
+@pytest.mark.parametrize("reason", [1, {"type": "stop"}, ["stop"], False, {}])
+def test_a_reason_that_is_no_text_is_asked_again(reason: Any) -> None:
+    endpoint = ToldEndpoint(first_then(answer(choice(0, finish_reason=reason)), rest=whole))
+    (group,) = sampler(endpoint).sample_groups([Group(prompt=[5])], PARAMS)
+    assert (group.samples[0].token_ids, len(endpoint.requests)) == ((40,), 2)
+
+
 def test_an_empty_reason_before_the_last_event_is_no_end() -> None:
     events = [*streamed_choice((1,), ""), *streamed_choice((2,), ""), *streamed_choice((3,), "length")]
     _, (sample,) = partial_rollout(ToldEndpoint(lambda request: events))

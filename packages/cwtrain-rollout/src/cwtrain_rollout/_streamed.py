@@ -72,8 +72,10 @@ async def read_stream(
         async for data in streamed.events:
             event, faults = decode(data, wanted.quote)
             said = said or (b"" if event.choices else data)
-            if faults and wanted.logprobs:
-                raise BadAnswer(f"an event of the stream: {next(iter(faults.values())).reason}")
+            # What cannot be read is missing from the sample; only log-probs that nobody requires may be.
+            for fault in faults.values():
+                if wanted.logprobs or not fault.logprobs:
+                    raise BadAnswer(f"an event of the stream: {fault.reason}")
             for choice in event.choices or ():
                 if choice.index not in (0, None):
                     continue
