@@ -61,6 +61,19 @@ def test_the_words_are_enough_where_models_are_not_listed(served: Served, faults
         lengths_of(served)
 
 
+@pytest.mark.parametrize(("by", "tokens"), [(20, 6), (CONTEXT_LIMIT - 5 - 4, 4), (CONTEXT_LIMIT - 5, 0), (200, 0)])
+@pytest.mark.parametrize("words", ["vllm", "sglang-input"])
+def test_an_image_that_becomes_many_tokens_leaves_the_room_that_is_left(
+    served: Served, faults: Any, words: str, by: int, tokens: int
+) -> None:
+    faults.add("replica", "too_long", words=words)
+    faults.add("replica", "expand", by=by)
+    images = {"multi_modal_data": {"image": ["data:,"]}}
+    (group,) = Sampler(served.config).sample_groups([Group(prompt=[5] * 5, n=2, extra=images)], PARAMS)
+    assert [len(sample.token_ids) for sample in group.samples] == [tokens] * 2
+    assert {sample.status for sample in group.samples} == {SampleStatus.TRUNCATED}
+
+
 def test_the_list_of_models_says_how_long_a_prompt_and_its_answer_may_be(
     served: Served, emulator: Any, tmp_path: Any
 ) -> None:

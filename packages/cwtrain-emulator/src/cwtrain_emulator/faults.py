@@ -242,6 +242,15 @@ KINDS: dict[str, FaultKind] = {
         },
         ends=False,
     ),
+    "expand": FaultKind(
+        ("replica",),
+        "a prompt becomes longer at the server than it was sent, as placeholders of images do",
+        {
+            "on": Option(str, default="request", choices=("request",), help="always a request"),
+            "by": Option(int, required=True, least=1, most=_COUNT, help="tokens that each prompt becomes longer"),
+        },
+        ends=False,
+    ),
     "die": FaultKind(
         ("replica",),
         "the process is killed in the middle of a load (or of a request); the pool starts it again",

@@ -92,6 +92,10 @@ class _Group:
         self._salt: str = request.get("cache_salt") or ""
         self._cache = context.cache if request.get("prefix_caching", True) else None
         self.prompt = self._prompt_ids(request["prompts"][number])
+        for fault in faults:
+            if fault["kind"] == "expand":
+                # No longer than what is refused anyway.
+                self.prompt = self.prompt + self.prompt[-1:] * min(fault["by"], self._engine.max_length + 1)
         self.read_with: list[str] = []
         self.cached_tokens = 0
         self.n = int(request["n"])
