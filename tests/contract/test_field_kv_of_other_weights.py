@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -20,6 +20,8 @@ from cwtrain.plugins import Plugins
 from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.engine.model_io import make_model
 from cwtrain_rollout import Group, RolloutConfig, Sample, Sampler, SamplingParams
+from cwtrain_rollout._http import HttpTransport
+from cwtrain_rollout.transport import Reply
 from helpers.conformance import bucket_of, put_snapshot
 from helpers.emulator_api import Api
 
@@ -64,7 +66,9 @@ class World:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["silent", "answers name their identity"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with Emulator(replicas=2, report_identity=request.param, extra_args=["--swap-delay=0.1"]) as emulator:
+    with Emulator(
+        replicas=1 if request.param else 2, report_identity=request.param, extra_args=["--swap-delay=0.1"]
+    ) as emulator:
         api = Api(emulator.base_url, emulator.admin_token)
         deployment = api.deployment(api.gateway()["spec"]["id"], emulator.bucket)
         for number in range(VERSIONS):
@@ -75,6 +79,20 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         spec = deployment["spec"]
         yield World(emulator=emulator, api=api, id=spec["id"], model=spec["model"]["name"])
         api.close()
+
+
+class Later(HttpTransport):
+    """HTTP before whose second request something else happens."""
+
+    def __init__(self, config: RolloutConfig, happens: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._happens, self._sent = happens, 0
+
+    async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        self._sent += 1
+        if self._sent == 2:
+            await asyncio.to_thread(self._happens)
+        return await super().post(body, headers)
 
 
 def any_extra(rng: random.Random) -> dict[str, Any] | None:
@@ -152,3 +170,21 @@ def test_a_caller_s_nvext_brings_back_no_kv_of_the_version_before(world: World) 
                 assert world.foreign(sample) == set()
                 (attempt,) = world.api.own(f"/requests/{sample.request_id}")["attempts"]
                 assert attempt["cache_salt"] == hot_load
+
+
+def test_a_request_with_the_salt_of_the_version_before_is_not_exact_whoever_answers(world: World) -> None:
+    """It was sent before the hot-load was known: new weights computed it on the old KV, and say their name."""
+    first = world.load(0)
+    world.api.ended(first)
+    config = attrs.evolve(world.config(), poll=60, concurrency=1)
+    groups = [Group(prompt=(30, 31, 32, 33, 34, 35))] * 2
+    with InferenceClient(world.emulator.viewer_token, base_url=world.emulator.base_url) as client:
+        transport = Later(config, lambda: world.api.ended(world.load(1)))
+        sampler = Sampler(config, client=client, transport=transport, plugins=Plugins())
+        found = sampler.sample_groups(groups, SamplingParams(max_tokens=4, ignore_eos=True))
+    (one,), (two,) = (group.samples for group in found)
+    assert two.weights is not None
+    assert (two.weights.exact, two.weights.identities) == (False, (name(0), name(1)))
+    assert world.foreign(two) == set()
+    assert one.weights is not None
+    assert not one.weights.exact or world.foreign(one) == set()
