@@ -123,8 +123,7 @@ def check(one: Sampler, *, partial: bool = False, n: int = 2) -> None:
         assert {sample.status for sample in group.samples} == {SampleStatus.TRUNCATED}
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize(("status", "partial"), [(400, False), (413, True), (422, False)])
 @pytest.mark.parametrize("words", [*WORDS, *WORDLESS])
 def test_the_context_is_asked_for_once_and_no_wording_is_needed(words: str, status: int, partial: bool) -> None:
     endpoint = ToldEndpoint(Limited({**WORDS, **WORDLESS}[words], status), models=listing())
@@ -132,8 +131,7 @@ def test_the_context_is_asked_for_once_and_no_wording_is_needed(words: str, stat
     assert endpoint.listed == 1
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize(("status", "partial"), [(200, False), (200, True), (500, False)])
 @pytest.mark.parametrize("words", list(WORDS))
 def test_a_refusal_that_comes_as_another_status_is_one_all_the_same(words: str, status: int, partial: bool) -> None:
     endpoint = ToldEndpoint(Limited(WORDS[words], status), models=listing())
@@ -153,7 +151,7 @@ def test_a_refusal_that_comes_as_another_status_is_one_all_the_same(words: str, 
         [1],
     ],
 )
-@pytest.mark.parametrize("words", list(WORDS))
+@pytest.mark.parametrize("words", ["vllm", "sglang input"])
 def test_the_words_are_read_where_the_list_does_not_say(words: str, models: Any) -> None:
     endpoint = ToldEndpoint(Limited(WORDS[words]), models=models)
     check(sampler(endpoint))
@@ -171,6 +169,11 @@ def test_the_words_are_read_where_the_list_does_not_say(words: str, models: Any)
 )
 def test_the_list_is_read_as_servers_write_it(models: Any) -> None:
     check(sampler(ToldEndpoint(Limited(WORDLESS["none"]), models=models)))
+
+
+@pytest.mark.parametrize("words", list(WORDS))
+def test_every_wording_is_enough_by_itself(words: str) -> None:
+    check(sampler(ToldEndpoint(Limited(WORDS[words]))))
 
 
 def test_a_configured_context_that_is_too_large_is_corrected_and_a_smaller_one_stays() -> None:
@@ -220,9 +223,8 @@ def test_a_transport_that_cannot_list_models_still_reads_the_words() -> None:
 
 
 @pytest.mark.parametrize("models", [None, listing()])
-@pytest.mark.parametrize("status", [400, 200, 500])
 @pytest.mark.parametrize("words", list(WORDS))
-@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(("status", "partial"), [(400, False), (200, True), (500, False)])
 def test_an_image_that_becomes_many_tokens_is_within_the_context_or_truncated(
     words: str, status: int, models: Any, partial: bool
 ) -> None:
