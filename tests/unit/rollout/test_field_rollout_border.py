@@ -181,6 +181,9 @@ def test_one_group_prompt_or_conversation_is_no_list_of_them() -> None:
         for wrong in (group, "text", [[1, 2]], None, 5):
             with pytest.raises(ConfigError, match="list of groups"):
                 one.sample_groups(wrong, PARAMS)  # type: ignore[arg-type]
+        for prompt in (5, "text", None):
+            with pytest.raises(ConfigError, match="prompt"):
+                asyncio.run(one.warm_up(prompt=prompt))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="how to sample"):
             one.sample_groups([group], {"max_tokens": 4})  # type: ignore[arg-type]
         for prompts in (group, "text", b"text", [1, 2], ["text"]):

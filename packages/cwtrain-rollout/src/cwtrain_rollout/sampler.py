@@ -233,7 +233,7 @@ class Sampler:
 
         What they come to does not matter; nothing is raised.
         """
-        group = Group(prompt=tuple(prompt), session=None)
+        group = Group(prompt=prompt)
         count = self.config.replicas if requests is None else requests
         with contextlib.suppress(RolloutError):
             await self.sample([group] * count, SamplingParams(max_tokens=1), evaluation=True, on_failure="drop")
