@@ -27,7 +27,7 @@ from cwtrain.storage.upload import PartSizes
 from helpers.fake_service import FakeService
 from helpers.requirements import require
 from helpers.s3_servers import certificate
-from helpers.scripted_s3 import Request, ScriptedS3, scripted_s3
+from helpers.scripted_s3 import Answer, Request, ScriptedS3, scripted_s3
 from helpers.streamed import side_files
 from helpers.tiny_checkpoint import write_full
 from helpers.toy_trainer import ToyTrainer
@@ -206,6 +206,26 @@ def test_a_publisher_ends_while_the_store_stands_still_and_goes_on_afterwards(
         stalled.over.set()
         assert publish().state.value == "COMPLETED"
         publisher.close()
+
+
+@pytest.mark.parametrize("operation", ["HeadObject", "GetObject", "PutObject", "UploadPart", "ListObjectsV2"])
+def test_a_clock_that_the_store_calls_skewed_once_is_no_end(tmp_path: Path, operation: str) -> None:
+    """The refusal of a HEAD does not say why, so a GET is asked, which may find that it is over."""
+
+    def script(request: Request, before: int) -> Answer | None:
+        return Answer(403, "RequestTimeTooSkewed") if request.operation == operation and before == 1 else None
+
+    server = ScriptedS3(script=script)
+    objects = {SHARD: noise(1, 5 << 20), **contents(0)}
+    with scripted_s3(server):
+        store = loader_of(FakeService(), client_at(server.url)).store
+        for identity in ("v1", "v2"):
+            upload_objects(
+                write(tmp_path / "c", objects), store=store, location=HERE, identity=identity, sizes=SMALL_PARTS
+            )
+            assert store.get(HERE.key(identity, SHARD)) == objects[SHARD]
+            assert store.head(HERE.key(identity, SHARD)) is not None
+        assert server.count(operation) > 1
 
 
 class Trickling:

@@ -166,6 +166,6 @@ def stalled_command(seconds):
         took = watch.seconds
         assert ended.returncode == 1, ended
         assert ended.stdout == ""
-        assert took < seconds + LATE_SECONDS + 3.0, f"took {took} s, the start of the program included"
+        assert took < seconds + LATE_SECONDS + 10.0, f"took {took} s, the start of the program included"
         assert scene.hot_loads() == []
         return {"took": took, "said": ended.stderr.strip().splitlines()[-1][:200]}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from cwtrain._waiting import Deadline, Pauses, check_seconds
-from cwtrain.errors import ConfigError, HotLoadError, SnapshotChainError, SnapshotError, StorageError
+from cwtrain.errors import ConfigError, CWTrainError, HotLoadError, SnapshotChainError, SnapshotError, StorageError
 from cwtrain.events import SnapshotInspected, SnapshotUploaded, SyncStarted
 from cwtrain.hotload import chain as chains
 from cwtrain.hotload._mirror_hold import Hold
@@ -18,6 +19,7 @@ from cwtrain.hotload.planning import differences
 from cwtrain.hotload.progress import OnProgress, ProgressEvent, SyncEvents
 from cwtrain.hotload.upload import manifest_of, put_manifest, require_base, store_for, upload_with_manifest
 from cwtrain.hotload.verify import VerifyReport, verify_snapshot
+from cwtrain.infra._retry import is_retryable
 from cwtrain.infra.lifecycle import wait_for_deployment
 from cwtrain.models.service import Deployment, HotLoad, HotLoadReplica, HotLoadTarget, ResourceStatus
 from cwtrain.models.snapshot import LocalSnapshot, SnapshotKind
@@ -117,7 +119,8 @@ class LoaderCore:
 
     def refresh_deployment(self) -> Deployment:
         """Ask the service for the deployment again."""
-        self._home._deployment = found = self.asking.get_deployment(self.deployment_id)
+        with self._in_time("looking at the deployment"):
+            self._home._deployment = found = self.asking.get_deployment(self.deployment_id)
         return found
 
     @property
@@ -163,6 +166,17 @@ class LoaderCore:
         """Return when a wait of ``seconds`` is over: with the deadline where that comes first."""
         return self._deadline if self._deadline.left() <= seconds else Deadline(seconds, self._clock)
 
+    @contextlib.contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        """Raise WaitTimeoutError, and not an outage of the API, where the time is over."""
+        self._deadline.check(what)
+        try:
+            yield
+        except CWTrainError as error:
+            if is_retryable(error) and not self._deadline.left():
+                raise self._deadline.over(what, error) from error
+            raise
+
     @property
     def asking(self) -> InferenceClient:
         """The client whose calls are over by the deadline."""
@@ -190,7 +204,8 @@ class LoaderCore:
 
     def hot_loads(self) -> list[HotLoad]:
         """Return all hot-loads of the deployment, newest first."""
-        return list(self.asking.list_hot_loads(self.deployment_id))
+        with self._in_time("listing the hot-loads"):
+            return list(self.asking.list_hot_loads(self.deployment_id))
 
     def active_hot_load(self) -> HotLoad | None:
         """Return the unfinished hot-load, or None."""

@@ -103,8 +103,10 @@ class WeightMirror(MirrorCore):
         manifest says, StorageError naming a refused permission.
         """
         from cwtrain.hotload._mirror_bucket import download, resolve_chain
+        from cwtrain.storage.patient import waiting_out
 
         target = os.path.realpath(os.fspath(root))
+        store = waiting_out(store)
         chain = resolve_chain(store, location, identity)
         with naming_full_disk(target), replacing(target, True) as place:
             work = f"{place}.download"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
+from cwtrain._waiting import Deadline
 from cwtrain.config import StorageConfig
 from cwtrain.errors import SnapshotChainError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from cwtrain.hotload._mirror_hold import Hold
@@ -25,6 +27,7 @@ from cwtrain.storage import (
     upload_objects,
 )
 from cwtrain.storage.claim import refuses_condition
+from cwtrain.storage.patient import deadline_of, waiting_out
 
 __all__ = [
     "files_for_upload",
@@ -102,6 +105,7 @@ def upload_with_manifest(
 
     Without ``max_bytes_per_second``, ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` limits the bandwidth.
     """
+    store = waiting_out(store)
     if max_bytes_per_second is None:
         max_bytes_per_second = StorageConfig.from_env().max_bytes_per_second
     files = files_for_upload(snapshot, identity)
@@ -116,7 +120,7 @@ def upload_with_manifest(
         manifest = build_manifest(
             identity=identity,
             objects=digests,
-            tensors=checksums.result(),
+            tensors=_in_time(checksums, deadline_of(store)),
             type="FULL" if snapshot.kind is SnapshotKind.FULL else "INCREMENTAL",
             previous_identity=snapshot.previous_identity,
             deployment_id=deployment_id,
@@ -262,6 +266,17 @@ def _begin(call: Callable[[], Mapping[str, str]]) -> Future[Mapping[str, str]]:
 
     threading.Thread(target=run, name="cwtrain-checksums", daemon=True).start()
     return future
+
+
+def _in_time(checksums: Future[Mapping[str, str]], deadline: Deadline) -> Mapping[str, str]:
+    """Return the checksums when they are known. Raises WaitTimeoutError where that is too late."""
+    left = deadline.left()
+    try:
+        return checksums.result(None if left == math.inf else left)
+    except TimeoutError:
+        if checksums.done():
+            raise
+        raise deadline.over("counting the checksums of the tensors") from None
 
 
 def _checksums(snapshot: LocalSnapshot) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from cwtrain.models.snapshot import INDEX_NAME
 from cwtrain.snapshots.manifest import parse_manifest
 from cwtrain.storage import Location, ObjectStore
 from cwtrain.storage._crew import each
+from cwtrain.storage.patient import waiting_out
 
 __all__ = ["VerifyReport", "verify_snapshot"]
 
@@ -57,6 +58,7 @@ def verify_snapshot(
     blocks, so memory does not grow with their size. Raises StorageNotFoundError where there is no snapshot or no
     manifest, StorageError naming a refused permission.
     """
+    store = waiting_out(store)
     try:
         manifest = parse_manifest(store.get(location.manifest_key(identity)))
     except StorageNotFoundError as error:

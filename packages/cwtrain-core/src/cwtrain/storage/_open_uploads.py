@@ -15,11 +15,13 @@ import datetime as dt
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 import stat
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -36,6 +38,8 @@ __all__ = ["KeptParts", "UploadRecord", "abort_abandoned", "abort_left_open", "a
 _log = logging.getLogger("cwtrain.storage")
 _DAY = dt.timedelta(days=1)
 _mine: set[str] = set()
+_WRITE_SECONDS = 0.5
+"""Parts that arrive are written down no more often than that: a record of ten thousand is not small."""
 _ASKED = "?"
 """What stands before the number of an upload whose id is not known yet."""
 
@@ -78,6 +82,7 @@ class UploadRecord:
         pid = os.getpid()
         self._name = f"{self._stem}{socket.gethostname()}-{pid}-{_started(pid)}-{uuid.uuid4().hex[:8]}.json"
         self._open: dict[str, str | KeptParts] = {}
+        self._written = -math.inf
         self._lock = threading.Lock()
         _mine.add(self._name)
 
@@ -113,7 +118,8 @@ class UploadRecord:
         with self._lock:
             if isinstance(parts := self._open.get(upload_id), KeptParts):
                 parts.etags[part] = etag
-                self._write()
+                if time.monotonic() - self._written >= _WRITE_SECONDS:
+                    self._write()
 
     def closed(self, upload_id: str) -> None:
         """Note that an upload is completed or aborted."""
@@ -123,6 +129,9 @@ class UploadRecord:
 
     def close(self) -> None:
         """End the upload that keeps this record; what is still open is left for the next one."""
+        with self._lock:
+            if self._open:
+                self._write()
         _mine.discard(self._name)
 
     def abandoned(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -153,6 +162,7 @@ class UploadRecord:
 
     def _write(self) -> None:
         path = os.path.join(self._directory, self._name)
+        self._written = time.monotonic()
         try:
             if not self._open:
                 os.unlink(path)

@@ -109,14 +109,16 @@ class S3Store(NotPickled):
     def head(self, key: str) -> ObjectInfo | None:
         """Return what is known of an object, None when it is not there."""
         try:
-            answer = self._call("s3:GetObject", key, lambda: self._client.head_object(Bucket=self._bucket, Key=key))
+            try:
+                answer = self._head(key)
+            except (StorageAccessError, StorageRegionError):
+                if not self._may_read(key):
+                    raise
+                answer = self._head(key)  # what refused it is over: a clock that was called skewed once, for example
         except StorageNotFoundError as error:
             if error.code == "NoSuchBucket":
                 raise
             return None
-        except (StorageAccessError, StorageRegionError):
-            self._raise_reason(key)
-            raise
         return ObjectInfo(
             key=key,
             size_bytes=answer["ContentLength"],
@@ -125,8 +127,11 @@ class S3Store(NotPickled):
             etag=answer.get("ETag"),
         )
 
-    def _raise_reason(self, key: str) -> None:
-        """Raise why an object may not be looked at, where a GET says so: the refusal of a HEAD has no body."""
+    def _head(self, key: str) -> Any:
+        return self._call("s3:GetObject", key, lambda: self._client.head_object(Bucket=self._bucket, Key=key))
+
+    def _may_read(self, key: str) -> bool:
+        """Return whether an object may be looked at after all; raise why not, where a GET says so: a HEAD does not."""
 
         def ask() -> None:
             self._client.get_object(Bucket=self._bucket, Key=key, Range="bytes=0-0")["Body"].close()
@@ -135,8 +140,12 @@ class S3Store(NotPickled):
             self._call("s3:GetObject", key, ask)
         except (StorageAccessError, StorageRegionError):
             raise
+        except StorageNotFoundError:
+            return True
         except CWTrainError as error:
             _log.debug("asking why a HEAD was refused failed: %s", error)
+            return False
+        return True
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Return all objects whose keys begin with ``prefix``, in the order of their keys."""
