@@ -28,7 +28,7 @@ def leaves(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, li
 
 
 def test_every_command_takes_output_after_its_name() -> None:
-    ctx = click.Context(root, info_name="cwtrain", obj=GlobalOptions())
+    ctx = click.Context(root, info_name="cwtrain", obj=GlobalOptions(), **root.context_settings)
     offer_output(ctx)
     found = dict(leaves(root, ctx))
     assert {"cwtrain emulator status", "cwtrain slime check", "cwtrain rollout bench", "cwtrain demo"} <= set(found)

@@ -181,7 +181,7 @@ def test_every_command_does_its_work_whatever_becomes_of_standard_error(
     own_emulator: Any, models: Path, tmp_path: Path
 ) -> None:
     steps = story(models, tmp_path, own_emulator.bucket)
-    ctx = click.Context(root, info_name="cwtrain", obj=GlobalOptions())
+    ctx = click.Context(root, info_name="cwtrain", obj=GlobalOptions(), **root.context_settings)
     offer_output(ctx)
     assert {f"cwtrain {name}" for name, *_ in steps} == set(leaves(root, ctx)) - APART
 
