@@ -51,8 +51,17 @@ def demands(request: Request, before: int) -> Answer | None:
     return Answer(400, "InvalidRequest", f"<Message>{TEXT}</Message>")
 
 
-@pytest.mark.parametrize("way", ["own sockets", "boto3 sends", "payloads signed", "TLS"])
-@pytest.mark.parametrize("what", ["files", "streamed"])
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        ("own sockets", "files"),
+        ("boto3 sends", "files"),
+        ("payloads signed", "files"),
+        ("TLS", "files"),
+        ("own sockets", "streamed"),
+        ("TLS", "streamed"),
+    ],
+)
 def test_with_the_setting_every_way_of_sending_works(
     way: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, crt_and_key: tuple[Path, Path]
 ) -> None:

@@ -62,8 +62,7 @@ def test_what_is_asked_for_wins_at_another_store(setting: Any, who: str, style: 
         assert word in s3_settings(client).addressing_source
 
 
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("endpoint", OWN)
+@pytest.mark.parametrize(("who", "endpoint"), list(zip(WHO, OWN, strict=True)))
 def test_path_style_is_refused_at_the_services_own_endpoints(setting: Any, who: str, endpoint: str) -> None:
     given = setting(who, "path")
     with pytest.raises(ConfigError, match="refused by the store") as caught:
@@ -73,8 +72,7 @@ def test_path_style_is_refused_at_the_services_own_endpoints(setting: Any, who: 
     assert word in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("endpoint", OWN)
+@pytest.mark.parametrize(("who", "endpoint"), list(zip(WHO, OWN, strict=True)))
 def test_the_services_own_style_is_fine_there(setting: Any, who: str, endpoint: str) -> None:
     assert s3_settings(s3_client(endpoint, **setting(who, "virtual"))).addressing == "virtual"
 

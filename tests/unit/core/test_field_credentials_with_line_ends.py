@@ -60,8 +60,10 @@ def holds_no_secret(error: BaseException) -> None:
         assert secret not in text, text
 
 
-@pytest.mark.parametrize(("form", "what"), BAD)
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize(
+    ("name", "form", "what"),
+    [(name, *one) for name in WORDS for one in (BAD if name == "AWS_ACCESS_KEY_ID" else BAD[::4])],
+)
 def test_a_variable_is_named_with_what_it_holds(
     name: str, form: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
