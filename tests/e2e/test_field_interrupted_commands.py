@@ -194,6 +194,21 @@ def test_an_upload_to_a_store_that_does_not_answer(
     assert done.data["status"]["state"] == "COMPLETED", done.err
 
 
+def test_sampling_while_the_service_does_not_say_what_is_served(
+    emulator: Fixture, deployment: Fixture, faults: Fixture, models: list[str]
+) -> None:
+    """The list of hot-loads is asked for in a thread, which the end of the program does not wait for."""
+    here = ("--deployment", deployment["spec"]["id"])
+    publish = ("hotload", "publish", *here, "--identity", "v0", "--checkpoint", models[0])
+    assert run(*publish, env=emulator.env).code == 0
+    held = {"target": "api", "kind": "hold", "method": "GET", "path": "hotLoads$"}
+    words = ("rollout", "sample", *here, "--prompt-ids", "1,2,3", "--max-tokens", "2")
+    stopped = interrupt(faults, signal.SIGINT, held, lambda: True, *words, env=emulator.env)
+    assert (stopped.code, stopped.out) == (130, "")
+    assert "interrupted" in stopped.err
+    assert "Traceback" not in stopped.err
+
+
 def test_reading_back_from_a_store_that_does_not_answer(
     emulator: Fixture, deployment: Fixture, faults: Fixture, models: list[str]
 ) -> None:
