@@ -14,7 +14,6 @@ import pytest
 
 from cwtrain.errors import WaitTimeoutError
 from cwtrain.infra import lifecycle
-from cwtrain.models.text import duration
 from helpers.run_cli import run
 from helpers.scripted_api import ScriptedApi
 from helpers.scripted_s3 import ScriptedS3, scripted_s3
@@ -48,6 +47,8 @@ def heart_of(clock, **more):
 
 
 def test_a_wait_for_a_deployment_is_told_with_its_state_and_its_end(capfd):
+    from cwtrain.models.text import duration
+
     api = ScriptedApi({"GET /deployments/d-1": [deployment("STATUS_CREATING")]})
     heart, told = heart_of(api.clock), []
 
