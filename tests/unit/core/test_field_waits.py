@@ -112,6 +112,14 @@ def test_the_innermost_wait_and_the_slow_request_are_named_and_the_first_end_cou
     assert current() is None
 
 
+@pytest.mark.parametrize("seconds", [None, float("inf"), 1e300, lambda: None, lambda: float("inf")])
+def test_a_wait_without_an_end_says_so(seconds):
+    from cwtrain.waits import current, waiting
+
+    with waiting("it", seconds=seconds):
+        assert current() == "it; 0 s so far, no time limit"
+
+
 def test_waits_of_many_threads_do_not_disturb_each_other():
     from cwtrain.waits import current, waiting
 

@@ -22,6 +22,8 @@ SILENCE_SECONDS: Final = 25.0
 """After so long without a word a wait is told: nobody is left without one for half a minute."""
 _INNER_SECONDS: Final = 10.0
 """A wait inside another one is worth a word when it takes as long as that."""
+_LONGEST_SECONDS: Final = 1e8
+"""What takes longer, years, has no limit that anybody waits for."""
 _NO_LIMIT: Final = ", no time limit"
 
 _log = logging.getLogger("cwtrain.waits")
@@ -60,9 +62,10 @@ class Wait:
     @property
     def left(self) -> float | None:
         """Seconds until it is given up; None where it has no limit of its own."""
-        if callable(self._seconds):
-            return self._seconds()
-        return None if self._seconds is None else max(0.0, self._seconds - self.spent)
+        left = self._seconds() if callable(self._seconds) else self._seconds
+        if left is None or left > _LONGEST_SECONDS:
+            return None
+        return left if callable(self._seconds) else max(0.0, left - self.spent)
 
     def words(self, left: float | None = None) -> str:
         """Return what is waited for, since when and until when; ``left`` is the least of the seconds that are left."""

@@ -143,7 +143,7 @@ class _Upload:
         go_on: bool,
     ) -> UploadReport:
         """Do the whole of ``upload_objects``."""
-        with waiting(self._in_words) as self._wait:
+        with waiting(self._in_words, seconds=self._deadline.left) as self._wait:
             return self._run(
                 claim,
                 manifest=manifest,
