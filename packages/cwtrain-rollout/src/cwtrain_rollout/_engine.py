@@ -159,7 +159,7 @@ class Engine:
     def quoted(self, body: bytes, content_type: str = "") -> str:
         """Return the start of an answer for a message, without the key, and what it calls itself."""
         text = self.config.quoted(body) or "(an empty answer)"
-        return f"{text} ({self.config.quoted(content_type, 80)})" if content_type else text
+        return f"{text} ({self.config.quoted(content_type, limit=80)})" if content_type else text
 
     def refusal(self, reply: Reply) -> Refusal | None:
         """Return an answer as a refusal that costs time only; None where it is none."""

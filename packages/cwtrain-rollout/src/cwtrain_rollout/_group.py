@@ -233,12 +233,12 @@ class GroupRun:
                     words, ask, asked, request_id, only_length=True
                 ):
                     return None
-            return config.quoted(str(exc), 1000)
+            return config.quoted(str(exc), limit=1000)
         except UnfitAnswer as exc:
             if exc.without_ids and not completion_ids:
                 engine.ask_for_completion_ids()
                 return None
-            message = f"{config.base_url}/completions: {config.quoted(str(exc), 1000)}"
+            message = f"{config.base_url}/completions: {config.quoted(str(exc), limit=1000)}"
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
         if self.text:
             engine.text = True
@@ -246,7 +246,7 @@ class GroupRun:
         if read.unfit_routes is not None and not engine.routed:
             raise RolloutAnswerError(
                 f"{config.base_url}/completions gives no routed experts that can be used: an answer was read, and "
-                f"{config.quoted(read.unfit_routes, 1000)}",
+                f"{config.quoted(read.unfit_routes, limit=1000)}",
                 request_id=request_id,
                 hint="CWTRAIN_ROLLOUT_ROUTED_EXPERTS=1 needs them with a shape and for every token that was run: serve "
                 "with enable-return-routed-experts, with Dynamo (nvext.routed_experts) or vLLM "
@@ -322,7 +322,7 @@ class GroupRun:
             self._count(choice)
         if read.given_up:
             totals.failed_samples += len(read.given_up)
-            reason = engine.config.quoted(read.given_up[0], 100)
+            reason = engine.config.quoted(read.given_up[0], limit=100)
             engine.warn_once("The endpoint ended a sample with finish_reason %r: it is asked again", reason)
         if read.extra:
             engine.warn_once(
@@ -331,7 +331,7 @@ class GroupRun:
         if read.given == 1 and len(ask.indices) > 1:
             engine.one_choice_instead_of_many()
         # What a server says in place of a number or a reason may be anything.
-        return engine.config.quoted("; ".join(read.problems[:5]), 500) if read.problems else None
+        return engine.config.quoted("; ".join(read.problems[:5]), limit=500) if read.problems else None
 
     def _count(self, choice: GoodChoice) -> None:
         totals = self.engine.totals

@@ -211,7 +211,7 @@ class HttpTransport:
             raise NoAnswer(f"no answer within {config.timeout:g} s", cut=True) from exc
         except _THEIRS as exc:
             words = f"{type(exc).__name__}: {str(exc) or 'no more is known'}"
-            words = config.quoted(words if self._proxy is None else self._proxy.hide(words), 500)
+            words = config.quoted(words if self._proxy is None else self._proxy.hide(words), limit=500)
             if progress.answered:
                 raise NoAnswer(f"the answer was cut short ({words})", cut=True) from exc
             failed = f"the connection failed ({words}){self._proxied}"

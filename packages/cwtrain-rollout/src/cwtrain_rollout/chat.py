@@ -211,7 +211,7 @@ class ChatSampler:
                             admission.answered(epoch, 1, reply.queue_seconds)
                             return found
                         admission.disappointed()
-                        reason = f"{config.quoted(str(found), 300)} ({reason})" if found != reason else reason
+                        reason = f"{config.quoted(str(found), limit=300)} ({reason})" if found != reason else reason
                         bad, floor = bad + 1, 0.0
                 finally:
                     if not told:
@@ -246,7 +246,7 @@ class ChatSampler:
             reply = await self._transport.post(body, self._headers(request_id))
         except NoAnswer as exc:
             return None, str(exc), not exc.cut
-        kind = f" ({config.quoted(reply.content_type, 80)})" if reply.content_type else ""
+        kind = f" ({config.quoted(reply.content_type, limit=80)})" if reply.content_type else ""
         words = f"HTTP {reply.status}: {config.quoted(reply.body) or '(an empty answer)'}{kind}"
         if reply.status in _REFUSALS:
             return reply, words, True

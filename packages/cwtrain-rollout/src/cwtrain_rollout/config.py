@@ -423,7 +423,7 @@ class RolloutConfig:
             return "(not shown: the key to be hidden cannot be read)"
         return _scrubber(key).text(text) if key else text
 
-    def quoted(self, said: str | bytes, limit: int = 200) -> str:
+    def quoted(self, said: str | bytes, *, limit: int = 200) -> str:
         """Return the beginning of what a server said, for a message: without the key, then on one line, then cut."""
         if isinstance(said, bytes):
             said = said[:_QUOTED_BYTES].decode("utf-8", "replace")
