@@ -345,6 +345,25 @@ def test_a_fork_within_a_running_event_loop_samples_by_itself():
         assert asyncio.run(scenario()) == (1, 1)
 
 
+def test_a_rollout_in_flight_says_in_a_fork_whose_it_is_and_goes_on_in_its_own_process():
+    with CompletionsServer() as server:
+        sampler = Sampler(a_config(base_url=server.url), plugins=Plugins())
+
+        async def scenario():
+            async with sampler.rollout([Group(prompt=(1,))], SamplingParams(max_tokens=2)) as rollout:
+                calls = {"next": rollout.__anext__, "abort": rollout.abort}
+                told = {name: forked(lambda call=call: asyncio.run(call())) for name, call in calls.items()}
+                told["leave"] = forked(lambda: asyncio.run(rollout.__aexit__(None, None, None)))
+                return told, [group async for group in rollout]
+
+        told, groups = asyncio.run(scenario())
+    assert told.pop("leave") is None
+    for kind, words in told.values():
+        assert kind == "ConfigError"
+        assert f"this Rollout belongs to process {os.getpid()}" in words
+    assert len(groups) == 1
+
+
 def test_what_is_gone_is_not_renewed():
     for _ in range(3):
         sampler = Sampler(a_config())

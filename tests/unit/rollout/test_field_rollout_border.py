@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -201,7 +202,15 @@ def test_one_group_prompt_or_conversation_is_no_list_of_them() -> None:
     endpoint = Chat()
     talker = ChatSampler(RolloutConfig(base_url="http://h", model="m"), transport=endpoint)
     message = {"role": "user", "content": "ab"}
-    for talks in (message, "ab", [message], ["ab"], [[]], [["ab"]], [[{"role": "user", "content": object()}]]):
+    for talks in (
+        message,
+        "ab",
+        [message],
+        ["ab"],
+        [[]],
+        [["ab"]],
+        *([[{"role": "user", "content": one}]] for one in (object(), math.nan)),
+    ):
         with pytest.raises(ConfigError, match="conversation"):
             asyncio.run(talker.chat(talks))  # type: ignore[arg-type]
     assert endpoint.bodies == []
@@ -398,7 +407,19 @@ def test_all_that_is_wrong_with_extra_is_told_at_once() -> None:
     assert all(repr(name) not in told for name in ("mine", "agent_hints"))
 
 
-@pytest.mark.parametrize("given", ["text", 5, [("a", 1)], {"a": object()}, {"a": {1, 2}.__iter__()}, {"a": "\ud800"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "text",
+        5,
+        [("a", 1)],
+        {"a": object()},
+        {"a": {1, 2}.__iter__()},
+        {"a": "\ud800"},
+        {"a": [math.nan]},
+        {"a": np.float32("inf")},
+    ],
+)
 def test_what_cannot_be_sent_is_refused_before_anything_is(given: Any) -> None:
     with pytest.raises(ConfigError, match="extra"):
         Group(prompt=[1], extra=given)

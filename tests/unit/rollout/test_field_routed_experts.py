@@ -166,6 +166,8 @@ UNFIT = {
     "two layers of lists": (PLACES["the choice"]([[1]]), "cannot be read"),
     "ragged lists": (PLACES["the choice"]([[[1]], [[1, 2]]]), "cannot be read"),
     "huge ids": (PLACES["the choice"]([[[1 << 40]]]), "cannot be read"),
+    "ids below 0": (PLACES["the choice"](shaped(routes(dtype="int32") - 50)), "ids below 0"),
+    "lists with ids below 0": (PLACES["nvext"]([[[-1]]] * ROWS), "ids below 0"),
     "floats": (PLACES["the choice"](shaped(routes(dtype="float32"))), "of type 'float32'"),
     "big-endian": (PLACES["the choice"](npy(routes(dtype=">i4"))), "of type '>i4'"),
     "objects": (PLACES["the choice"](shaped(routes(), dtype="object")), "of type 'object'"),

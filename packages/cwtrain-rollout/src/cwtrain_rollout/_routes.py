@@ -51,6 +51,8 @@ def read_routes(raw: bytes, *, rows: int, prompt: bytes = b"") -> RoutedExperts 
             found = _joined([_read(prompt), found])
     except _UnreadableError as exc:
         return f"its routed experts {exc}"
+    if found.dtype.kind == "i" and found.size and found.min() < 0:
+        return "its routed experts hold ids below 0: not every token has its experts"
     if len(found) != rows:
         return f"it has routed experts for {len(found)} tokens, and {rows} were run through the model"
     tokens, layers, top_k = found.shape

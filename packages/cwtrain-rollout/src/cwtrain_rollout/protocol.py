@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import sys
 from array import array
@@ -234,7 +235,9 @@ def as_sent(value: object) -> Any:
     Raises ``ConfigError`` for what JSON does not have.
     """
     try:
-        return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain))
+        found = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
+        json.dumps(found, allow_nan=False)  # msgspec makes null of what is no number, without a word
+        return msgspec.json.decode(msgspec.json.encode(found))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
         raise ConfigError(str(exc)) from exc
 

@@ -172,6 +172,9 @@ class Rollout(OneProcess):
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._in_fork:  # what is in flight is the other process's, and so is its end
+            self._noted.close()
+            return
         try:
             await self._end()
         finally:
@@ -197,6 +200,7 @@ class Rollout(OneProcess):
         return self
 
     async def __anext__(self) -> SampledGroup:
+        self._check_process()
         if not self._entered:
             raise ConfigError(
                 "A rollout was iterated over that was not entered: nothing is in flight",
@@ -217,6 +221,7 @@ class Rollout(OneProcess):
         Samples that were under way are ABORTED, with the tokens that had come where requests are streamed (with
         ``partial=True``): closing the connection is what ends the work at the server.
         """
+        self._check_process()
         await self._end()
         left: dict[int, SampledGroup] = {}
         while not self._results.empty():
