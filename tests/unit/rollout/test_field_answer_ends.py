@@ -278,6 +278,13 @@ def test_a_chat_answer_that_did_not_end_by_itself_is_never_the_answer(reason: st
     asyncio.run(scenario())
 
 
+def test_an_error_beside_a_chat_answer_is_never_the_answer() -> None:
+    script = [{**said("stop"), "error": {"message": "the engine died"}}, said("stop", "whole")]
+    one = chat_sampler(lambda request: script.pop(0))
+    ((found,),) = asyncio.run(one.chat([[{"role": "user", "content": "hi"}]]))
+    assert found.text == "whole"
+
+
 def test_a_reply_below_json_is_said_in_the_chat_s_error() -> None:
     async def scenario() -> None:
         one = chat_sampler(lambda request: Reply(status=200, body=b"<html>"), max_attempts=2)

@@ -124,6 +124,7 @@ FRAMES = {
     "several lines of data": ('data: {"choices":\ndata: []}\n\n', ['{"choices":\n[]}']),
     "blank lines": (f"\n\n\ndata: {EVENT}\n\n\n\n", [EVENT]),
     "two events": (f"data: {EVENT}\n\ndata: {EVENT}\n\n", [EVENT, EVENT]),
+    "two events without a blank line": (f"data: {EVENT}\ndata: {EVENT}\n\n", [EVENT, EVENT]),
 }
 
 
@@ -136,9 +137,10 @@ def test_every_frame_of_an_event_is_read(name: str, end: str) -> None:
     assert [event.decode() for event in found] == expected
 
 
+@pytest.mark.parametrize("before", ["\n", "\n\n"])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n"])
-def test_the_last_event_needs_no_blank_line(end: str) -> None:
-    with Pieces(head(), f"data: {EVENT}\n\ndata: [DONE]{end}".encode()) as server:
+def test_the_last_event_needs_no_blank_line(before: str, end: str) -> None:
+    with Pieces(head(), f"data: {EVENT}{before}data: [DONE]{end}".encode()) as server:
         assert [event.decode() for event in asyncio.run(events_of(server.url))] == [EVENT]
 
 

@@ -293,7 +293,12 @@ class _Events:
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":
-            if value.strip() == b"[DONE]" and not self._data:
+            last = value.strip() == b"[DONE]"
+            # No JSON goes on like this: the blank line between two events was left out.
+            without_blank = self._data and self._data[-1].endswith(b"}") and (last or value.startswith(b"{"))
+            if without_blank and (data := self._ended()) is not None:
+                found.append(data)
+            if last and not self._data:
                 self.done = True
                 return True
             self._data.append(value)

@@ -50,6 +50,7 @@ class _Choice(msgspec.Struct):
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage | None = None
+    error: Any = None
 
 
 @attrs.frozen(kw_only=True)
@@ -294,6 +295,8 @@ def _read(reply: Reply, request_id: str) -> ChatAnswer | str:
         answer = msgspec.json.decode(reply.body, type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         return f"the answer cannot be read: {exc}"
+    if answer.error is not None:
+        return "the answer is an error in spite of its status 200"
     if not answer.choices:
         return "the answer has no choices"
     choice = answer.choices[0]
