@@ -87,6 +87,8 @@ def faults_page(made: str) -> str:
 
 
 def _table(options: Mapping[str, Option]) -> str:
+    if not options:
+        return "It has no options of its own beside those of every rule.\n"
     rows = [f"| `{name}` | {_meaning(option)} | {_default(option)} |" for name, option in options.items()]
     return "\n".join(["| option | meaning | default |", "| --- | --- | --- |", *rows, ""])
 

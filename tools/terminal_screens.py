@@ -13,13 +13,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import needed
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from cwtrain import inspect_snapshot, upload_snapshot
-from cwtrain.infra import InferenceClient, lifecycle, s3_client
-from cwtrain_emulator import Emulator
-from cwtrain_emulator.engine.model_io import make_model
-from helpers.terminal import on_terminal
+with needed.imports():
+    from cwtrain import inspect_snapshot, upload_snapshot
+    from cwtrain.infra import InferenceClient, lifecycle, s3_client
+    from cwtrain_emulator import Emulator
+    from cwtrain_emulator.engine.model_io import make_model
+    from helpers.terminal import on_terminal
 
 WIDTHS = (80, 120, 200)
 

@@ -65,6 +65,21 @@ def test_each_missing_piece_is_told_whatever_else_is_missing(api: TinyApi, names
         assert run("doctor", env=env).code == 0, "without --strict the report is what was asked for"
 
 
+def test_a_deployment_that_is_set_by_its_name_is_found_and_its_id_is_told(emulator, deployment) -> None:
+    """Commands take a name from the variable; a trainer that is started with it would not."""
+    name, its_id = deployment["spec"]["name"], deployment["spec"]["id"]
+    by_id = run("doctor", "--strict", env={**emulator.env, "CWTRAIN_HOTLOAD_DEPLOYMENT_ID": its_id})
+    assert (by_id.code, by_id.data["problems"]) == (0, []), by_id.err
+    by_name = run("doctor", env={**emulator.env, "CWTRAIN_HOTLOAD_DEPLOYMENT_ID": f" {name} "})
+    assert by_name.data["bucket"] == by_id.data["bucket"]
+    (problem,) = by_name.data["problems"]
+    assert f"'{name}' is a name" in problem
+    assert its_id in problem
+    nobodys = run("doctor", env={**emulator.env, "CWTRAIN_HOTLOAD_DEPLOYMENT_ID": "nobody's"})
+    (problem,) = nobodys.data["problems"]
+    assert "no deployment has the name or id" in problem
+
+
 def test_half_a_pair_of_keys_names_the_other_half(api: TinyApi) -> None:
     for absent in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         (problem,) = run("doctor", env={**api.env, **STORE, absent: ""}).data["problems"]

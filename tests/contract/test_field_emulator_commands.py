@@ -43,6 +43,7 @@ def test_start_returns_when_everything_answers_and_stop_when_all_has_ended(tmp_p
         url = in_shell(started.out, "COREWEAVE_API_URL")
         assert answers(url)
         assert run("emulator", "env", *state).out == started.out
+        assert f"stop it with: cwtrain emulator stop --state-dir {tmp_path / 'state'}\n" in started.err
         status = run("emulator", "status", *state)
         assert (status.data["emulator"]["bucket"], status.data["emulator"]["replicas"]) == ("another", 1)
         again = program("emulator", "start", *state)
@@ -162,6 +163,8 @@ def test_an_emulator_that_nobody_named_and_a_store_without_keys_are_wrong_usage(
         (("emulator", "stop"), {"COREWEAVE_API_URL": "http://127.0.0.1:9"}),
         (("emulator", "faults", "list"), {}),
         (("emulator", "env"), {}),
+        (("emulator", "status", "--url", "127.0.0.1:9"), {"COREWEAVE_API_TOKEN": "x"}),
+        (("emulator", "stop"), {"COREWEAVE_API_URL": "nonsense", "COREWEAVE_API_TOKEN": "x"}),
         (("emulator", "serve", "--s3-endpoint", "http://127.0.0.1:9"), {}),
         (("emulator", "start", "--s3-endpoint", "nonsense"), {}),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import signal
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 
 from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.engine.model_io import make_model
+from cwtrain_emulator.http_faults import HangUpProtocol
 from helpers.emulator_api import Api
 from helpers.run_cli import run, start
 
@@ -113,6 +116,41 @@ def test_whoever_hangs_up_is_no_error_of_ours(running: Running) -> None:
     until(lambda: running.ended() - before >= count)
     assert running.page["problems"] == []
     assert "Traceback" not in running.log.read_text()
+
+
+def test_an_answer_that_is_written_on_for_a_caller_that_has_gone_is_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What an application writes before the server hears of the reset: asyncio would warn of each of these writes."""
+    written = []
+
+    async def serve() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            theirs.close()  # what it has not read makes it a reset
+            for _ in range(50):  # none of these lets the server hear of it
+                await send({"type": "http.response.body", "body": b"event", "more_body": True})
+                written.append(1)
+            await send({"type": "http.response.body", "body": b""})
+            done.set()
+
+        done = asyncio.Event()
+        config = uvicorn.Config(app, http=HangUpProtocol, lifespan="off", log_config=None, proxy_headers=False)
+        config.load()
+        state = uvicorn.server.ServerState()
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: HangUpProtocol(config, state, {}), ours)
+        theirs.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await done.wait()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(serve())
+    assert len(written) == 50
+    assert caplog.messages == []
 
 
 def test_a_bench_that_is_interrupted_leaves_no_trace(running: Running) -> None:

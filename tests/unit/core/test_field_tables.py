@@ -121,6 +121,21 @@ def test_any_data_is_laid_out_with_whole_words(columns):
         assert "[" not in text
 
 
+def test_keys_that_are_data_stay_as_they_are(tmp_path):
+    """Names of files and tensors are keys here and there, and no words to be made nicer."""
+    from cwtrain.cli._table import table
+
+    names = ["generation_config.json", "model.embed_tokens.weight", "logprobs-mode", "a/b_c", "2_x", "VLLM_USE_V1"]
+    lines = table({"file_bytes": dict.fromkeys(names, 2048), "rows": [dict.fromkeys(names, "x")]}, width=80)
+    for name in names:
+        assert name in lines
+    write_full(tmp_path / "full", {"a.w": ("BF16", [4], bytes(8))})
+    (tmp_path / "full" / "generation_config.json").write_text("{}", encoding="utf-8")
+    told = run("-o", "table", "hotload", "inspect", str(tmp_path / "full")).out
+    assert "generation_config.json" in told
+    assert "generation config" not in told
+
+
 def test_rows_stay_lines_away_from_a_terminal(api):
     lines = run("-o", "table", "hotload", "list", env=api.env).out.splitlines()
     assert len(lines) == 3

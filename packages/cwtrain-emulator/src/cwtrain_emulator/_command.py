@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -199,8 +200,10 @@ def start_command(
         click.echo(exports(values), nl=False)
     else:
         out.data(values)
-    where = f"the page is {values['base_url']}/, the log {values['state_dir']}/serve.log"
-    click.echo(f"cwtrain emulator at {values['base_url']}; {where}; stop it with: cwtrain emulator stop", err=True)
+    state = values["state_dir"]
+    where = f"the page is {values['base_url']}/, the log {state}/serve.log"
+    stop = f"cwtrain emulator stop --state-dir {shlex.quote(state)}"
+    click.echo(f"cwtrain emulator at {values['base_url']}; {where}; stop it with: {stop}", err=True)
 
 
 def _given(ctx: click.Context) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -45,6 +46,8 @@ class Control:
         token = values.get("COREWEAVE_API_TOKEN", "").strip()
         if not address:
             raise WhichError("which emulator? give --state-dir or --url, or export what `emulator env` prints")
+        if not re.match(r"https?://[^/\s]", address):
+            raise WhichError(f"{address!r} is no http or https URL: correct --url, or COREWEAVE_API_URL")
         if not token:
             raise WhichError("COREWEAVE_API_TOKEN is not set: export what `emulator env` prints, or give --state-dir")
         return cls(address, token)
@@ -147,7 +150,7 @@ def running(state_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise ControlError(
             f"no emulator runs on the state directory {state_dir}; start one with: "
-            f"cwtrain emulator serve --state-dir {state_dir}"
+            f"cwtrain emulator start --state-dir {state_dir}"
         ) from None
 
 

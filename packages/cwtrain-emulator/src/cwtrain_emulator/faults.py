@@ -486,5 +486,5 @@ def _problem(option: Option, value: object) -> str:
     if isinstance(value, bool) or not number:
         return "must be an integer" if option.type is int else "must be a number"
     if not option.least <= value <= option.most:  # type: ignore[operator]
-        return f"must be from {option.least:g} to {option.most:g}"
+        return f"must be from {option.least:.15g} to {option.most:.15g}"
     return ""

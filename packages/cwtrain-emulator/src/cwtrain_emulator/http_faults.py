@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -43,12 +43,12 @@ class HangUpProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which remembers its transport so that a fault can close a connection in mid-answer.
 
     What is no HTTP is refused so that the refusal is heard: a connection closed while the caller still sends is
-    reset, and a reset may take the answer with it.
+    reset, and a reset may take the answer with it. What is written for a caller that has gone goes nowhere.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Note the connection."""
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", _Quiet(transport)))
         self._refused = False
         self._key = (self.client, self.server)
         _TRANSPORTS[self._key] = transport
@@ -72,6 +72,20 @@ class HangUpProtocol(H11Protocol):
         """Forget the connection."""
         _TRANSPORTS.pop(self._key, None)
         super().connection_lost(exc)
+
+
+class _Quiet:
+    """A transport on which writing to a caller that has gone is nothing: asyncio logs a line for each write."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Faulty:

@@ -30,6 +30,8 @@ _OUTER: Final = ("spec", "status")
 """What the service wraps a resource's fields in: no words of their own."""
 _UNITS: Final = {"bytes": "size", "seconds": "time"}
 _SHORT: Final = {"api": "API", "gpu": "GPU", "kv": "KV", "s3": "S3", "uri": "URI", "url": "URL", "urls": "URLs"}
+_FIELD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+"""A key that names a field; any other is data itself, and stays as it is."""
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 
 _Path: TypeAlias = tuple[str, ...]
@@ -209,7 +211,7 @@ def _number(path: _Path, value: float) -> str:
 
 def _words(key: str) -> str:
     """Return a key of JSON in words: ``snapshot_chain`` and ``snapshotChain`` are snapshot chain."""
-    if key.isupper():  # a variable's name, an enum's value
+    if key.isupper() or not _FIELD.fullmatch(key):  # a variable's name, an enum's value; a file's name, a tensor's
         return printable(key)
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", key).split("_")
     text = " ".join(part if part.isupper() else part[:1].lower() + part[1:] for part in parts if part)

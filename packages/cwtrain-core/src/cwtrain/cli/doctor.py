@@ -35,6 +35,7 @@ _COLUMNS = {
 _OURS = "CWTRAIN_"
 _NEAR = 0.8
 """How like a setting's name a variable's must be to be taken for it misspelled, from 0 to 1."""
+_DEPLOYMENT = "CWTRAIN_HOTLOAD_DEPLOYMENT_ID"
 _SECONDS = 10.0
 """What one question to the API may take: a report is wanted now, also while nothing answers."""
 _SKEW_SECONDS = 60.0
@@ -255,16 +256,17 @@ def _encoder() -> dict[str, str]:
 def _bucket(ctx: Context) -> dict[str, Any] | None:
     from cwtrain.errors import CWTrainError
 
-    deployment_id = os.environ.get("CWTRAIN_HOTLOAD_DEPLOYMENT_ID", "").strip()
-    if not deployment_id:
+    named = os.environ.get(_DEPLOYMENT, "").strip()
+    if not named:
         return None
     from cwtrain.hotload.check import check_hot_load
 
     try:
         with ctx.client() as client:
-            return check_hot_load(client.within(_SECONDS, retries=False), deployment_id).to_json()
+            asking = client.within(_SECONDS, retries=False)
+            return check_hot_load(asking, ctx.deployment_id(asking, named)).to_json()
     except CWTrainError as exc:
-        return {"deployment": deployment_id, "result": "failed", "error": _words(exc)}
+        return {"deployment": named, "result": "failed", "error": _words(exc)}
 
 
 def _once(problems: Iterable[str]) -> list[str]:
@@ -302,8 +304,11 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
             f"the clock of this machine is off by {report['clock']['skew_seconds']:g} s against the API's; "
             "object stores refuse requests when it is off by 900 s"
         )
-    if report["bucket"] is not None and "error" in report["bucket"]:
-        yield report["bucket"]["error"]
+    bucket = report["bucket"]
+    if bucket is not None and "error" in bucket:
+        yield bucket["error"]
+    elif bucket is not None and bucket["deployment"] != (named := os.environ[_DEPLOYMENT].strip()):
+        yield f"{_DEPLOYMENT}={named!r} is a name, which commands take and trainers do not: set {bucket['deployment']}"
     yield from (report["encoder"][word] for word in ("error", "problem") if word in report["encoder"])
 
 
