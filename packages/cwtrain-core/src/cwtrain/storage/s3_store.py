@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,7 +188,8 @@ class S3Store(NotPickled):
             "s3:GetObject", key, lambda: self._client.get_object(Bucket=self._bucket, Key=key, **wanted)
         )
         line = current_socket()
-        with answer["Body"] as body:
+        # Not `with answer["Body"]`: that gives the stream below, which checks no length and raises urllib3's errors.
+        with contextlib.closing(answer["Body"]) as body:
             while block := self._call("s3:GetObject", key, lambda: body.read(_BLOCK)):
                 yield block
                 watched(line)
