@@ -163,8 +163,8 @@ def test_create_and_delete(emulator: Fixture, faults: Fixture, api: Api, tmp_pat
     stopped = interrupt(faults, signal.SIGINT, held, named, *create, env=emulator.env)
     (made,) = named()
     assert (stopped.code, stopped.out) == (130, "")
-    looked = run(*next_command(stopped), env=emulator.env)
-    assert looked.data["id"] == made, looked.err
+    ready = run(*next_command(stopped), env=emulator.env)
+    assert (ready.data["id"], ready.data["status"]) == (made, "READY"), ready.err
     assert named() == [made]
 
     held = {"target": "api", "kind": "hold", "method": "DELETE", "path": "deployments/"}

@@ -6,6 +6,7 @@ does not answer. Nothing that has arrived is sent again, and one policy counts f
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -273,6 +274,38 @@ def test_what_does_not_pass_is_an_error_at_once(tmp_path: Path, final: StorageEr
 
 
 # -- an outage that does not end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [PASSING["503"], PASSING["refused"]], ids=["503", "refused"])
+def test_a_time_that_ends_in_an_outage_names_the_step_and_what_the_store_said(
+    tmp_path: Path, error: CWTrainError
+) -> None:
+    clock = Clock()
+    store = Store(clock, seconds=1e9, error=error, call="put", key=INDEX_NAME)
+    wanted = rf"the 20 s of this call are over; it was uploading s3://weights/.*{INDEX_NAME}: {error}"
+    with pytest.raises(WaitTimeoutError) as late:
+        loader_at(store, clock).within(20.0).publish(write_full(tmp_path / "c"), "v1")
+    assert re.fullmatch(wanted, late.value.message)
+    assert 20 <= clock.now < 21
+
+
+def test_a_request_that_is_cut_because_the_time_is_over_is_no_fault_of_the_store(tmp_path: Path) -> None:
+    """What a library says of the connection that was cut is no reason; one that the store gave before is."""
+    clock = Clock()
+    cut = ConnectionFailedError("Connection was closed before we received a valid response")
+
+    def over() -> None:
+        clock.sleep(30.0)
+        raise cut
+
+    step = "the 20 s of this call are over; it was uploading s3://weights/.*config.json"
+    before = Fault(call="put", key="config.json", error=PASSING["503"])
+    for name, faults, ending in (("v1", [], ""), ("v2", [before], ": 503 ServiceUnavailable")):
+        last = Fault(call="put", key="config.json", action=over)
+        loader = loader_at(MemoryStore("weights", faults=[*faults, last]), clock)
+        with pytest.raises(WaitTimeoutError) as late:
+            loader.within(20.0).publish(write_full(tmp_path / name), name, workers=1)
+        assert re.fullmatch(step + ending, late.value.message)
 
 
 def test_an_outage_that_does_not_end_is_given_up_after_timeout(tmp_path: Path) -> None:

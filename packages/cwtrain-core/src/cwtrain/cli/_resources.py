@@ -11,7 +11,7 @@ from cwtrain.errors import NotFoundError, TransportError
 from cwtrain.infra._find import is_uuid
 from cwtrain.models.text import duration
 
-__all__ = ["create_resource", "delete_resource", "status_lines"]
+__all__ = ["create_resource", "delete_resource", "found_id", "status_lines"]
 
 
 class _Named(Protocol):
@@ -41,7 +41,7 @@ def create_resource(
     """
     spec["id"] = spec.get("id") or str(uuid.uuid4())
     resource_id = str(spec["id"])
-    maybe = f"{what} {resource_id} may exist; look with: cwtrain {what} get {resource_id}"
+    maybe = f"{what} {resource_id} may exist; wait for it with: cwtrain {what} wait {resource_id}"
     ctx.still_running(maybe)
     ctx.out.say(f"creating {what} {resource_id}")
     try:
@@ -50,9 +50,18 @@ def create_resource(
         exc.add_note(maybe)
         raise
     stays = f"{what} {created.id} {costs} until you delete it: cwtrain {what} delete {created.id}"
-    goes_on = f"{what} {created.id} is being made; look with: cwtrain {what} get {created.id}"
+    goes_on = f"{what} {created.id} is being made; wait for it with: cwtrain {what} wait {created.id}"
     ctx.still_running(goes_on, stays)
     return created, stays
+
+
+def found_id(ctx: Context, what: str, name_or_id: str, find: Callable[[str], _R]) -> str:
+    """Return the id of what a command is about to wait for, and note how to go on with that."""
+    resource_id = name_or_id if is_uuid(name_or_id) else find(name_or_id).id
+    ctx.still_running(
+        f"nothing was changed; wait for {what} {resource_id} again with: cwtrain {what} wait {resource_id}"
+    )
+    return resource_id
 
 
 def status_lines(ctx: Context, what: str, resource_id: str) -> Callable[[_Stated | None, float], None]:

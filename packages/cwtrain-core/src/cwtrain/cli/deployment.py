@@ -11,7 +11,7 @@ from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._errors import Terminated
 from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import TEXT, load_spec, spec_option, timeout_option, wait_option
-from cwtrain.cli._resources import create_resource, delete_resource, status_lines
+from cwtrain.cli._resources import create_resource, delete_resource, found_id, status_lines
 from cwtrain.errors import CWTrainError
 from cwtrain.infra._find import find_one, is_uuid
 
@@ -108,6 +108,28 @@ def get(ctx: Context, name_or_id: str) -> None:
     with ctx.client() as client:
         found = find_one("deployment", name_or_id, client.get_deployment, client.list_deployments)
         _print(ctx, found, _endpoints(client, found))
+
+
+@deployment.command(cls=Command, example="cwtrain deployment wait my-policy")
+@click.argument("name_or_id", type=TEXT)
+@timeout_option(3600, "Seconds to wait.")
+@pass_context
+def wait(ctx: Context, name_or_id: str, timeout: float) -> None:
+    """Wait until a deployment is READY and print it, as `create --wait` does; nothing is created or changed."""
+    from cwtrain.infra import lifecycle
+
+    with ctx.client() as client:
+        deployment_id = found_id(
+            ctx,
+            "deployment",
+            name_or_id,
+            lambda name: find_one("deployment", name, client.get_deployment, client.list_deployments),
+        )
+        ready = lifecycle.wait_for_deployment(
+            client, deployment_id, timeout=timeout, on_progress=status_lines(ctx, "deployment", deployment_id)
+        )
+        ctx.all_done()
+        _print(ctx, ready, _endpoints(client, ready))
 
 
 @deployment.command("list", cls=Command, example="cwtrain --output table deployment list")

@@ -7,7 +7,7 @@ import click
 from cwtrain.cli._context import Command, Context, pass_context
 from cwtrain.cli._group import LazyGroup
 from cwtrain.cli._options import TEXT, load_spec, spec_option, timeout_option, wait_option
-from cwtrain.cli._resources import create_resource, delete_resource, status_lines
+from cwtrain.cli._resources import create_resource, delete_resource, found_id, status_lines
 from cwtrain.errors import CWTrainError
 from cwtrain.infra._find import find_one
 
@@ -59,6 +59,26 @@ def get(ctx: Context, name_or_id: str) -> None:
     with ctx.client() as client:
         found = find_one("gateway", name_or_id, client.get_gateway, client.list_gateways)
     ctx.out.data(gateway_to_json(found), ids=[found.id])
+
+
+@gateway.command(cls=Command, example="cwtrain gateway wait my-gateway")
+@click.argument("name_or_id", type=TEXT)
+@timeout_option(600, "Seconds to wait.")
+@pass_context
+def wait(ctx: Context, name_or_id: str, timeout: float) -> None:
+    """Wait until a gateway is READY and print it, as `create --wait` does; nothing is created or changed."""
+    from cwtrain.infra import lifecycle
+    from cwtrain.infra._wire import gateway_to_json
+
+    with ctx.client() as client:
+        gateway_id = found_id(
+            ctx, "gateway", name_or_id, lambda name: find_one("gateway", name, client.get_gateway, client.list_gateways)
+        )
+        ready = lifecycle.wait_for_gateway(
+            client, gateway_id, timeout=timeout, on_progress=status_lines(ctx, "gateway", gateway_id)
+        )
+    ctx.all_done()
+    ctx.out.data(gateway_to_json(ready), ids=[ready.id])
 
 
 @gateway.command("list", cls=Command, example="cwtrain --output table gateway list")

@@ -250,7 +250,7 @@ def _wait(
         return WaitTimeoutError(
             f"{kind.name} {resource_id} is not READY after {spent:.1f} s; last seen: {seen}",
             last_seen=seen,
-            hint=f"it goes on at the service: look with: cwtrain {kind.name} get {resource_id}, "
+            hint=f"it goes on at the service: wait for it with: cwtrain {kind.name} wait {resource_id}, "
             f"or delete it with: cwtrain {kind.name} delete {resource_id}",
         )
 

@@ -122,9 +122,10 @@ class PatientStore(NotPickled):
     def _call(self, what: str, call: Callable[[], T], *, before_again: Callable[[], None] | None = None) -> T:
         """Return what ``call`` returns, made again through an outage."""
         outage: Outage | None = None
+        reason: CWTrainError | None = None
         skewed = False
         while True:
-            self._check(what)
+            self._check(what, reason)
             try:
                 with limited(self.deadline.left(), silence=self._silence(outage)):
                     if outage is not None and before_again is not None:
@@ -136,8 +137,10 @@ class PatientStore(NotPickled):
                 if not (skew or passes(error)):
                     self.learned.answered = self.learned.answered or isinstance(error, StorageError)
                     raise
+                if self.deadline.left() or isinstance(error, StorageError):
+                    reason = error  # else it was cut because the time is over, which says nothing of the store
                 outage = outage or Outage(self.deadline, seconds=self._most(), clock=self._clock, pauses=self._pauses)
-                self._pause(outage, error, what)
+                self._pause(outage, error, what, reason)
             else:
                 self.learned.answered = True
                 return found
@@ -149,25 +152,26 @@ class PatientStore(NotPickled):
         """Return how long a request may stand still. A last try has a moment all the same."""
         return self._most() if outage is None else max(1.0, outage.left())
 
-    def _check(self, what: str) -> None:
+    def _check(self, what: str, reason: CWTrainError | None) -> None:
         if self._stopped is not None and self._stopped.is_set():
             raise SendingStopped
-        self.deadline.check(what)
+        if not self.deadline.left():
+            raise self.deadline.over(what, reason) from reason
 
-    def _pause(self, outage: Outage, error: CWTrainError, what: str) -> None:
+    def _pause(self, outage: Outage, error: CWTrainError, what: str, reason: CWTrainError | None) -> None:
         """Sleep until the next try, or raise where there is none."""
         if self._stopped is not None and self._stopped.is_set():
             raise SendingStopped from error
         floor = (error.retry_after or 0.0) if isinstance(error, StorageError) else 0.0
         pause = outage.pause(error, what, _log, floor=floor)
         if pause is None:
-            raise self._given_up(outage, error, what) from error
+            raise self._given_up(outage, error, what, reason) from error
         if self._stopped is not None and self._sleep is time.sleep:
             self._stopped.wait(pause)
         else:
             self._sleep(pause)
 
-    def _given_up(self, outage: Outage, error: CWTrainError, what: str) -> CWTrainError:
+    def _given_up(self, outage: Outage, error: CWTrainError, what: str, reason: CWTrainError | None) -> CWTrainError:
         floor = (error.retry_after or 0.0) if isinstance(error, StorageError) else 0.0
         left = outage.left()
         if 0 < left < floor:
@@ -177,7 +181,7 @@ class PatientStore(NotPickled):
                 hint="run it again later: what is in the bucket is not sent again",
             )
         if outage.ends_with_the_call():
-            return self.deadline.over(what, error)
+            return self.deadline.over(what, reason)
         tries = f"gave up after {outage.tries} tries in {outage.spent():.1f} s"
         if not self.learned.answered:
             error.message = f"{error.message}; {tries}"
@@ -255,7 +259,7 @@ class PatientStore(NotPickled):
     ) -> None:
         """Write an object; raises StorageConflictError as the store does, also where an answer of it was lost."""
         self._call(
-            self._at("writing", key),
+            self._at("uploading", key),
             lambda: self._store.put(key, body, metadata=metadata, if_absent=if_absent, if_match=if_match),
         )
 
@@ -272,7 +276,7 @@ class PatientStore(NotPickled):
     def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
         """Send part ``number`` (from 1) and return its ETag."""
         return self._call(
-            self._at(f"sending part {number} of", key),
+            self._at(f"uploading part {number} of", key),
             lambda: self._store.upload_part(key, upload_id, number, body),
         )
 
