@@ -8,8 +8,9 @@ token which weights computed it and with whose KV.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -21,7 +22,7 @@ from cwtrain_emulator.emulator import Emulator
 from cwtrain_emulator.engine.model_io import make_model
 from cwtrain_rollout import Group, RolloutConfig, Sample, Sampler, SamplingParams
 from cwtrain_rollout._http import HttpTransport
-from cwtrain_rollout.transport import Reply
+from cwtrain_rollout.transport import Reply, StreamedReply
 from helpers.conformance import bucket_of, put_snapshot
 from helpers.emulator_api import Api
 
@@ -41,6 +42,8 @@ class World:
     api: Api
     id: str
     model: str
+    named: bool = True
+    """Whether answers say which weights made them."""
 
     def load(self, number: int) -> str:
         return self.api.hot_load(self.id, name(number), promptCachePolicy="PROMPT_CACHE_POLICY_PRESERVE")
@@ -64,11 +67,9 @@ class World:
         return seen - set(sample.weights.identities)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["silent", "answers name their identity"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with Emulator(
-        replicas=1 if request.param else 2, report_identity=request.param, extra_args=["--swap-delay=0.1"]
-    ) as emulator:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with Emulator(replicas=2, report_identity=True, extra_args=["--swap-delay=0.1"]) as emulator:
         api = Api(emulator.base_url, emulator.admin_token)
         deployment = api.deployment(api.gateway()["spec"]["id"], emulator.bucket)
         for number in range(VERSIONS):
@@ -81,18 +82,35 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         api.close()
 
 
-class Later(HttpTransport):
-    """HTTP before whose second request something else happens."""
+@pytest.fixture(params=[False, True], ids=["silent", "answers name their identity"])
+def world(request: pytest.FixtureRequest, started: World) -> World:
+    return attrs.evolve(started, named=request.param)
 
-    def __init__(self, config: RolloutConfig, happens: Callable[[], object]) -> None:
+
+class Between(HttpTransport):
+    """HTTP before whose second request something else happens, and whose answers may lose the names of weights."""
+
+    def __init__(self, world: World, config: RolloutConfig, happens: Callable[[], object] = lambda: None) -> None:
         super().__init__(config)
-        self._happens, self._sent = happens, 0
+        self._named, self._happens, self._sent = world.named, happens, 0
+
+    def _told(self, body: bytes) -> bytes:
+        return body if self._named else body.replace(b'"identit', b'"nobody_reads_identit')
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         self._sent += 1
         if self._sent == 2:
             await asyncio.to_thread(self._happens)
-        return await super().post(body, headers)
+        reply = await super().post(body, headers)
+        return attrs.evolve(reply, body=self._told(reply.body))
+
+    @contextlib.asynccontextmanager
+    async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[StreamedReply]:
+        async with super().stream(body, headers) as streamed:
+            if streamed.events is None:
+                yield streamed
+            else:
+                yield attrs.evolve(streamed, events=(self._told(event) async for event in streamed.events))
 
 
 def any_extra(rng: random.Random) -> dict[str, Any] | None:
@@ -134,7 +152,9 @@ def test_what_says_it_is_exact_has_no_kv_of_other_weights(world: World) -> None:
     samples: list[Sample] = []
 
     async def scenario(client: InferenceClient) -> None:
-        async with Sampler(world.config(), client=client, plugins=Plugins()) as sampler:
+        config = world.config()
+        between = Between(world, config)
+        async with Sampler(config, client=client, transport=between, plugins=Plugins()) as sampler:
             newest, loading = None, None
             for _ in range(10):
                 if rng.random() < 0.6:
@@ -155,10 +175,13 @@ def test_what_says_it_is_exact_has_no_kv_of_other_weights(world: World) -> None:
 def test_a_caller_s_nvext_brings_back_no_kv_of_the_version_before(world: World) -> None:
     """ai-dynamo/dynamo#13157: a request with hints of the caller's own, before and after a hot-load."""
     world.api.completed(world.id, name(0))
-    group = Group(prompt=(5, 6, 7, 8, 9, 10), extra={"nvext": {"agent_hints": {"priority": 1}}})
+    group = Group(
+        prompt=(5, 6, 7, 8, 9, 10), session="one replica's cache", extra={"nvext": {"agent_hints": {"priority": 1}}}
+    )
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with InferenceClient(world.emulator.viewer_token, base_url=world.emulator.base_url) as client:
-        sampler = Sampler(world.config(), client=client, plugins=Plugins())
+        config = world.config()
+        sampler = Sampler(config, client=client, transport=Between(world, config), plugins=Plugins())
         for number in (0, 1):
             hot_load = world.load(number)
             world.api.ended(hot_load)
@@ -177,9 +200,9 @@ def test_a_request_with_the_salt_of_the_version_before_is_not_exact_whoever_answ
     first = world.load(0)
     world.api.ended(first)
     config = attrs.evolve(world.config(), poll=60, concurrency=1)
-    groups = [Group(prompt=(30, 31, 32, 33, 34, 35))] * 2
+    groups = [Group(prompt=(30, 31, 32, 33, 34, 35), session="one replica's cache")] * 2
     with InferenceClient(world.emulator.viewer_token, base_url=world.emulator.base_url) as client:
-        transport = Later(config, lambda: world.api.ended(world.load(1)))
+        transport = Between(world, config, lambda: world.api.ended(world.load(1)))
         sampler = Sampler(config, client=client, transport=transport, plugins=Plugins())
         found = sampler.sample_groups(groups, SamplingParams(max_tokens=4, ignore_eos=True))
     (one,), (two,) = (group.samples for group in found)

@@ -69,7 +69,7 @@ class Drawn:
         assert len(sample.logprobs) == len(sample.token_ids) > 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     ends=st.lists(ENDS, max_size=14),
     groups=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(NVEXT)), min_size=1, max_size=3),
@@ -105,7 +105,7 @@ def test_no_sample_counts_as_whole_that_the_server_gave_up(
     assert on_failure == "drop" or len(found) == len(asked)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ends=st.lists(ENDS, max_size=10), attempts=st.integers(1, 4), n=st.integers(1, 3), drop=st.booleans())
 def test_no_sample_is_scored_that_the_server_gave_up(ends: list[Any], attempts: int, n: int, drop: bool) -> None:
     drawn = Drawn(ends, stream=False)
@@ -127,7 +127,7 @@ def test_no_sample_is_scored_that_the_server_gave_up(ends: list[Any], attempts: 
     assert len(scored) == n * (2 - len(found.dropped))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ends=st.lists(st.tuples(st.sampled_from(REASONS), st.booleans()), max_size=10), attempts=st.integers(1, 4))
 def test_no_chat_answer_is_given_that_the_server_gave_up(ends: list[Any], attempts: int) -> None:
     told: dict[str, Any] = {}

@@ -10,17 +10,16 @@ import asyncio
 import base64
 import io
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cwtrain.plugins import Plugins
-from cwtrain_rollout import Group, RolloutAnswerError, RolloutConfig, Sampler, SamplingParams
+from cwtrain_rollout import Group, RolloutAnswerError, SamplingParams
 from cwtrain_rollout.parsing import UnfitAnswer, Wanted, read_answer
-from helpers.completions_server import CompletionsServer, Raw, answer, choice
+from helpers.completions_server import answer, choice
+from helpers.told_endpoint import ToldEndpoint, sampler
 
 PROMPT = (5, 6, 7)
 TOKENS = (8, 9)
@@ -63,23 +62,17 @@ PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def streamed(given: dict[str, Any]) -> Raw:
+def streamed(given: dict[str, Any]) -> list[dict[str, Any]]:
     """Return an answer as a stream: its tokens one by one, the rest in the last event."""
     (last,) = given["choices"]
     values = last["logprobs"]["token_logprobs"]
     first = choice(0, TOKENS[:1], finish_reason=None, logprobs={"token_logprobs": values[:1]})
     last = {**last, "token_ids": list(TOKENS[1:]), "logprobs": {"token_logprobs": values[1:]}}
-    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in (answer(first), {**given, "choices": [last]}))
-    return Raw(200, lines + "data: [DONE]\n\n", headers={"Content-Type": "text/event-stream"})
+    return [answer(first), {**given, "choices": [last]}]
 
 
-async def no_pause(seconds: float) -> None:
-    await asyncio.sleep(0)
-
-
-def sampled(server: CompletionsServer, *groups: Group, stream: bool = False) -> list[Any]:
-    config = RolloutConfig(base_url=server.url, model="m", routed_experts=True, concurrency=1)
-    one = Sampler(config, rng=random.Random(1), sleep=no_pause, plugins=Plugins())
+def sampled(endpoint: ToldEndpoint, *groups: Group, stream: bool = False) -> list[Any]:
+    one = sampler(endpoint, routed_experts=True, concurrency=1)
 
     async def scenario() -> list[Any]:
         async with one, one.rollout(groups or [Group(prompt=PROMPT)], PARAMS, partial=stream) as rollout:
@@ -93,9 +86,9 @@ def sampled(server: CompletionsServer, *groups: Group, stream: bool = False) -> 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_format_is_read_wherever_it_stands(place: str, form: str, stream: bool) -> None:
     made = PLACES[place](FORMS[form](routes()))
-    with CompletionsServer(rest=streamed(made) if stream else made) as server:
-        (sample,) = sampled(server, stream=stream)
-        assert len(server.requests) == 1
+    endpoint = ToldEndpoint(lambda request: streamed(made) if stream else made)
+    (sample,) = sampled(endpoint, stream=stream)
+    assert len(endpoint.requests) == 1
     assert sample.routed_experts.shape == (ROWS, LAYERS, TOP_K)
     assert np.array_equal(sample.routed_experts.array(), routes())
 
@@ -104,16 +97,14 @@ def test_every_format_is_read_wherever_it_stands(place: str, form: str, stream: 
 @pytest.mark.parametrize("form", ["an object", "a file"])
 def test_ids_of_every_width_are_read(form: str, dtype: str) -> None:
     given = routes(dtype=dtype)
-    with CompletionsServer(rest=PLACES["the choice"](FORMS[form](given))) as server:
-        (sample,) = sampled(server)
+    (sample,) = sampled(ToldEndpoint(lambda request: PLACES["the choice"](FORMS[form](given))))
     assert (sample.routed_experts.dtype, sample.routed_experts.data) == (dtype, given.tobytes())
     assert np.array_equal(sample.routed_experts.array(), given)
 
 
 @pytest.mark.parametrize("dtype", [..., "torch.uint8", "|u1"])
 def test_a_type_that_is_spelled_otherwise_or_left_out_is_found(dtype: Any) -> None:
-    with CompletionsServer(rest=PLACES["the choice"](shaped(routes(), dtype=dtype))) as server:
-        (sample,) = sampled(server)
+    (sample,) = sampled(ToldEndpoint(lambda request: PLACES["the choice"](shaped(routes(), dtype=dtype))))
     assert (sample.routed_experts.dtype, sample.routed_experts.data) == ("uint8", routes().tobytes())
 
 
@@ -124,10 +115,9 @@ def test_the_prompt_s_routes_may_stand_apart(form: str) -> None:
     made = answer(
         choice(0, TOKENS, routed_experts=FORMS[form](whole[before:])), prompt_routed_experts=FORMS[form](whole[:before])
     )
-    with CompletionsServer(made, rest=streamed(made)) as server:
-        for stream in (False, True):
-            (sample,) = sampled(server, stream=stream)
-            assert np.array_equal(sample.routed_experts.array(), whole)
+    for stream in (False, True):
+        (sample,) = sampled(ToldEndpoint(lambda request: streamed(made) if request["stream"] else made), stream=stream)
+        assert np.array_equal(sample.routed_experts.array(), whole)
 
 
 @pytest.mark.parametrize("counted", [len(PROMPT), len(PROMPT) + 5, None])
@@ -138,19 +128,19 @@ def test_with_fields_of_the_caller_s_own_the_server_s_count_is_right(counted: in
     if counted is not None:
         made["usage"] = {"prompt_tokens": counted}
     group = Group(prompt=PROMPT, extra={"multi_modal_data": {"image": ["data:,"]}})
-    with CompletionsServer(rest=made) as server:
-        (sample,) = sampled(server, group)
-        assert len(server.requests) == 1
+    endpoint = ToldEndpoint(lambda request: made)
+    (sample,) = sampled(endpoint, group)
+    assert len(endpoint.requests) == 1
     assert sample.routed_experts.shape == (rows, LAYERS, TOP_K)
 
 
 def test_a_prompt_that_became_shorter_is_refused_with_fields_of_the_caller_s_own_too() -> None:
     made = {**PLACES["nvext"](shaped(routes())), "usage": {"prompt_tokens": len(PROMPT) - 1}}
     group = Group(prompt=PROMPT, extra={"mine": 1})
-    with CompletionsServer(rest=made) as server:
-        with pytest.raises(RolloutAnswerError, match="it changed the prompt"):
-            sampled(server, group)
-        assert len(server.requests) == 1
+    endpoint = ToldEndpoint(lambda request: made)
+    with pytest.raises(RolloutAnswerError, match="it changed the prompt"):
+        sampled(endpoint, group)
+    assert len(endpoint.requests) == 1
 
 
 UNFIT = {
@@ -191,10 +181,10 @@ UNFIT = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_cannot_be_used_is_an_error_by_name_at_the_first_answer(name: str, extra: Any) -> None:
     made, words = UNFIT[name]
-    with CompletionsServer(rest=made) as server:
-        with pytest.raises(RolloutAnswerError) as caught:
-            sampled(server, Group(prompt=PROMPT, extra=extra))
-        assert len(server.requests) == 1
+    endpoint = ToldEndpoint(lambda request: made)
+    with pytest.raises(RolloutAnswerError) as caught:
+        sampled(endpoint, Group(prompt=PROMPT, extra=extra))
+    assert len(endpoint.requests) == 1
     assert words in str(caught.value)
     assert "routed experts" in str(caught.value)
     assert "enable-return-routed-experts" in (caught.value.hint or "")
@@ -222,9 +212,9 @@ def test_a_file_s_head_is_believed_only_as_far_as_its_bytes_go(head: str) -> Non
 
 def test_one_answer_without_them_among_good_ones_is_asked_again() -> None:
     good, bad = PLACES["nvext"](shaped(routes())), answer(choice(0, TOKENS))
-    with CompletionsServer(good, bad, rest=good) as server:
-        one, two = sampled(server, Group(prompt=PROMPT), Group(prompt=PROMPT))
-        assert len(server.requests) == 3
+    script = [good, bad, good]
+    one, two = sampled(ToldEndpoint(lambda request: script.pop(0)), Group(prompt=PROMPT), Group(prompt=PROMPT))
+    assert script == []
     assert one.routed_experts == two.routed_experts
 
 
