@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import operator
 import sys
 from array import array
@@ -229,6 +229,16 @@ def _plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
 
 
+def _check_numbers(value: object) -> None:
+    """Refuse NaN and infinities, of which msgspec makes null without a word."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{value} is no number that JSON has")
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_numbers(part)
+
+
 def as_sent(value: object) -> Any:
     """Return a copy of data as it will be sent, arrays and numbers of numpy as lists and numbers.
 
@@ -236,7 +246,7 @@ def as_sent(value: object) -> Any:
     """
     try:
         found = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
-        json.dumps(found, allow_nan=False)  # msgspec makes null of what is no number, without a word
+        _check_numbers(found)
         return msgspec.json.decode(msgspec.json.encode(found))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
         raise ConfigError(str(exc)) from exc
