@@ -18,7 +18,7 @@ from cwtrain.storage.upload import PartSizes
 from helpers.requirements import require
 from helpers.run_cli import run
 from helpers.s3_servers import certificate
-from helpers.scripted_s3 import Answer, Request, ScriptedS3, scripted_s3
+from helpers.scripted_s3 import Answer, Request, ScriptedS3, aws_session, scripted_s3
 from helpers.streamed import TINY, make_state, side_files
 from helpers.streamed import write as write_streamed
 from helpers.upload_files import contents, noise, write
@@ -75,7 +75,9 @@ def test_with_the_setting_every_way_of_sending_works(
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(*crt_and_key)
     with scripted_s3(ScriptedS3(script=demands), tls) as server:
-        store = S3Store(s3_client(server.url, verify=str(crt_and_key[0]) if tls else None), "weights")
+        store = S3Store(
+            s3_client(server.url, session=aws_session(), verify=str(crt_and_key[0]) if tls else None), "weights"
+        )
         assert check_access(store, HERE).ok
         if what == "files":
             data = {"model-00001-of-00001.safetensors": noise(1, 3 << 20), **contents(0)}
@@ -106,7 +108,7 @@ def test_the_check_meets_the_demand_and_names_the_setting(code: str, message: st
         return Answer(400, code, f"<Message>{message}</Message>") if demands(request, before) else None
 
     with scripted_s3(ScriptedS3(script=refuse)) as server:
-        store = S3Store(s3_client(server.url), "weights")
+        store = S3Store(s3_client(server.url, session=aws_session()), "weights")
         for call in (lambda: check_access(store, HERE), lambda: store.put("a", b"x")):
             with pytest.raises(StorageError, match="demands checksums") as caught:
                 call()
@@ -119,7 +121,7 @@ def test_another_refusal_of_a_body_is_no_demand() -> None:
     said = Answer(400, "BadDigest", "<Message>The Content-MD5 you specified did not match what we received.</Message>")
     with scripted_s3(ScriptedS3(script=lambda request, before: said)) as server:
         with pytest.raises(StorageError) as caught:
-            S3Store(s3_client(server.url), "weights").put("a", b"x")
+            S3Store(s3_client(server.url, session=aws_session()), "weights").put("a", b"x")
         assert SETTING not in str(caught.value.hint)
 
 
@@ -130,7 +132,7 @@ def test_who_has_set_it_is_not_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -
         scripted_s3(ScriptedS3(script=lambda request, before: said)) as server,
         pytest.raises(StorageError, match="demands checksums") as caught,
     ):
-        S3Store(s3_client(server.url), "weights").put("a", b"x")
+        S3Store(s3_client(server.url, session=aws_session()), "weights").put("a", b"x")
     assert "is set already" in str(caught.value.hint)
 
 

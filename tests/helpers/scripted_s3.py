@@ -6,6 +6,7 @@ It knows conditional PUT and Complete, multipart, metadata and listings of one p
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import ssl
@@ -17,6 +18,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import attrs
+import boto3
+import botocore.loaders
+import botocore.session
 
 LOST = "lost"
 """A script's answer for: carry the request out, and hang up without an answer."""
@@ -225,3 +229,15 @@ def _unframed(data: bytes) -> bytes:
             return bytes(out)
         out += rest[:size]
         rest = rest[size + 2 :]
+
+
+def aws_session(**keys: str) -> boto3.Session:
+    """Return a session of its own, for ``s3_client``: only boto3's models, whose reading costs most, are shared."""
+    core = botocore.session.Session()
+    core.register_component("data_loader", _models())
+    return boto3.Session(botocore_session=core, **keys)
+
+
+@functools.cache
+def _models() -> Any:
+    return botocore.loaders.create_loader()

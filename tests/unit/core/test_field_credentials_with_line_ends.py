@@ -9,7 +9,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import boto3
 import botocore.exceptions
 import pytest
 from botocore.config import Config
@@ -21,7 +20,7 @@ from cwtrain.storage import S3Store, s3_client
 from cwtrain.storage._translate import translate
 from cwtrain_emulator.control_client import Control, ControlError
 from cwtrain_emulator.s3.client import credentials_from_env
-from helpers.scripted_s3 import Answer, ScriptedS3, scripted_s3
+from helpers.scripted_s3 import Answer, ScriptedS3, aws_session, scripted_s3
 
 KEY, SECRET, TOKEN = "AKIDEXAMPLE", "wJalrXUtnFEMI", "FwoGZXIvYXdzEBY"
 ENDPOINT = "http://127.0.0.1:9"
@@ -69,7 +68,7 @@ def test_a_variable_is_named_with_what_it_holds(
 ) -> None:
     monkeypatch.setenv(name, form.format(WORDS[name]))
     with pytest.raises(ConfigError) as caught:
-        s3_client(ENDPOINT)
+        s3_client(ENDPOINT, session=aws_session())
     assert str(caught.value).startswith(f"{name} holds {what}")
     holds_no_secret(caught.value)
 
@@ -84,7 +83,7 @@ def test_a_file_is_named(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     file.write_text("[default]\n" + "".join(f"{key} = {value}\n" for key, value in values.items()))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     with pytest.raises(ConfigError, match="that comes from 'shared-credentials-file' holds a blank") as caught:
-        s3_client(ENDPOINT)
+        s3_client(ENDPOINT, session=aws_session())
     holds_no_secret(caught.value)
 
 
@@ -98,14 +97,17 @@ def test_keys_that_the_program_gives_are_looked_at_too(name: str, how: str) -> N
     }
     given[name] += "\n"
     with pytest.raises(ConfigError, match="holds a line end") as caught:
-        s3_client(ENDPOINT, **(given if how == "arguments" else {"session": boto3.Session(**given)}))
+        s3_client(
+            ENDPOINT,
+            **({**given, "session": aws_session()} if how == "arguments" else {"session": aws_session(**given)}),
+        )
     holds_no_secret(caught.value)
 
 
 def test_keys_that_are_fetched_are_looked_at_before_they_sign() -> None:
     """Such as those of a role or a process: nobody fetches them before the first request."""
     with scripted_s3(ScriptedS3()) as server:
-        client = s3_client(server.url)
+        client = s3_client(server.url, session=aws_session())
         fetched = {
             "access_key": f"{KEY}\n",
             "secret_key": SECRET,
@@ -125,7 +127,7 @@ def test_keys_that_are_fetched_are_looked_at_before_they_sign() -> None:
 
 def test_a_client_of_the_users_own_tells_no_signature() -> None:
     """There the HTTP library refuses the header, and quotes all of it."""
-    client = boto3.client(
+    client = aws_session().client(
         "s3",
         endpoint_url=ENDPOINT,
         region_name="x",
@@ -171,7 +173,7 @@ def test_a_store_that_echoes_the_header_is_not_quoted() -> None:
     said = f"<Message>The authorization header is malformed: {AUTHORIZATION}</Message>"
     script = lambda request, before: Answer(403, "AccessDenied", said)  # noqa: E731
     with scripted_s3(ScriptedS3(script=script)) as server, pytest.raises(StorageAccessError) as caught:
-        S3Store(s3_client(server.url), "weights").put("a", b"x")
+        S3Store(s3_client(server.url, session=aws_session()), "weights").put("a", b"x")
     assert "is malformed" in str(caught.value)
     assert "Signature" not in str(caught.value)
     assert KEY not in str(caught.value)

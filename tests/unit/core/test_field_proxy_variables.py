@@ -20,6 +20,7 @@ from cwtrain_rollout._http import HttpTransport
 from cwtrain_rollout.config import RolloutConfig
 from helpers.scripted_api import deployment
 from helpers.scripted_http import Reply, ScriptedServer
+from helpers.scripted_s3 import aws_session
 
 API = "https://api.example.invalid"
 SECRET = "hunter2secret"
@@ -48,7 +49,7 @@ def api(url=API):
 
 CLIENTS = {
     "api": lambda: api().close(),
-    "storage": lambda: s3_client("https://store.example.invalid"),
+    "storage": lambda: s3_client("https://store.example.invalid", session=aws_session()),
     "rollout": lambda: HttpTransport(RolloutConfig(base_url=f"{API}/v1", model="m", trust_env=True)),
 }
 
@@ -127,7 +128,7 @@ def test_socks_without_its_package_is_named(variables, scheme):
         api()
     assert "httpx[socks]" in caught.value.hint
     assert SECRET not in str(caught.value)
-    s3_client("https://store.example.invalid")  # ALL_PROXY was never a variable of boto3's
+    s3_client("https://store.example.invalid", session=aws_session())  # ALL_PROXY was never a variable of boto3's
 
 
 def test_the_command_line_says_so_too(variables):
