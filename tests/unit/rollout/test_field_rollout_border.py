@@ -377,6 +377,7 @@ def test_what_the_sampler_sends_cannot_come_in_through_extra(name: str) -> None:
         {"extra_key": "mine"},
         {"kv_transfer_params": {}},
         {"best_of": 3},
+        {"rid": "mine"},
         {"echo": True},
         {"prompt_embeds": ""},
         {"truncate_prompt_tokens": 3},

@@ -69,7 +69,7 @@ _OURS = {
         ),
         "what an answer must have is RolloutConfig's",
     ),
-    "request_id": "each request has an id of its own",
+    **dict.fromkeys(("request_id", "rid"), "each request has an id of its own"),
 }  # fmt: skip
 """Fields of a request that are not the caller's, and where what they ask for is said."""
 _OURS_IN_NVEXT = {
