@@ -200,6 +200,24 @@ def test_a_list_that_is_away_for_a_moment_is_asked_for_again() -> None:
     assert endpoint.listed == 2
 
 
+class Unlisted(ToldEndpoint):
+    """Lets whoever asks for its models wait, and then says nothing."""
+
+    async def models(self, headers: Any) -> Reply:
+        self.listed += 1
+        for _ in range(100):
+            await asyncio.sleep(0)
+        raise NoAnswer("no answer within 30 s", cut=True)
+
+
+def test_many_wait_once_for_a_list_that_does_not_come() -> None:
+    endpoint = Unlisted(Limited(WORDS["vllm"]))
+    one = sampler(endpoint, concurrency=64)
+    found = one.sample_groups([Group(prompt=[1] * 70)] * 50, PARAMS)
+    assert {sample.status for group in found for sample in group.samples} == {SampleStatus.TRUNCATED}
+    assert (len(endpoint.requests), endpoint.listed) == (50, 1)
+
+
 def test_a_refusal_for_another_reason_stays_one() -> None:
     def refuse(request: dict[str, Any]) -> Any:
         return Reply(status=400, body=b'{"error": {"message": "n must be at most 4, of length 3"}}')

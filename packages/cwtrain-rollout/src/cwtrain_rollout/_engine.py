@@ -80,19 +80,27 @@ class ToldContext:
     def __init__(self, transport: Transport, model: str) -> None:
         self._transport, self._model = transport, model
         self._told: tuple[int | None, ...] = ()
+        self._in_vain = 0
         self._asking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 
     async def tokens(self, headers: Mapping[str, str]) -> int | None:
-        """Return the context length; None where the list does not say, or cannot be read now."""
+        """Return the context length; None where the list does not say, or cannot be read now.
+
+        Whoever waits while it is asked for in vain does not ask again: it may take long, and many may wait.
+        """
+        in_vain = self._in_vain
         async with self._asking.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            if not self._told and isinstance(self._transport, ListsModels):
+            if not self._told and self._in_vain == in_vain and isinstance(self._transport, ListsModels):
                 try:
                     reply = await self._transport.models(headers)
                 except NoAnswer as exc:
                     log.debug("The list of models cannot be read: %s", exc)
+                    self._in_vain += 1
                     return None
                 if reply.good or (400 <= reply.status < 500 and reply.status not in _REFUSALS):
                     self._told = (_context_in(reply.body, self._model) if reply.good else None,)
+                else:
+                    self._in_vain += 1
         return self._told[0] if self._told else None
 
 
