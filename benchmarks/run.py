@@ -26,6 +26,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEER = "cwtrain==1.0.*"
 GROUPS = ("delta", "mirror", "publish", "upload", "sampler", "cli")
+NAMED_GROUPS = ("ablation",)
+"""Groups that run only when they are named: what they need beside the two environments they set up themselves."""
 DENSITIES = (0.012, 0.03, 0.08, 0.4)
 Cost = dict[str, float]
 
@@ -142,10 +144,11 @@ class Bench:
         """Return a side's Python."""
         return self.peer if who == "peer" else self.ours
 
-    def operation(self, who: str, name: str, **arguments: Any) -> Cost:
-        """Run one operation in a fresh process and return what it cost."""
+    def operation(self, who: str, name: str, *, without: str = "", **arguments: Any) -> Cost:
+        """Run one operation in a fresh process and return what it cost; see `without.py` for what can be left out."""
         command = [self.python(who), "-P", str(HERE / "operations.py"), name, json.dumps(arguments, default=str)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=self.work, env=clean(), check=False)
+        environ = clean() | ({"CWTRAIN_BENCH_WITHOUT": without} if without else {})
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.work, env=environ, check=False)
         if done.returncode:
             sys.exit(f"{who}: {name} failed\n{done.stderr[-3000:]}")
         return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -389,25 +392,29 @@ def renumber(delta: Path, version: str, base_version: str) -> None:
     path.write_text(json.dumps(index))
 
 
+def show_help(command: Sequence[str | Path], work: Path, environ: dict[str, str]) -> Cost:
+    """Return what a command's help costs, as a shell starts it: the medians of five."""
+    costs = []
+    for _ in range(5):
+        began = time.perf_counter()
+        process = subprocess.Popen([*command, "--help"], stdout=subprocess.PIPE, cwd=work, env=environ)
+        assert process.stdout is not None
+        shown = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        process.stdout.close()
+        assert process.returncode == 0, process.returncode
+        assert b"hotload" in shown
+        # Its peak memory would be that of this process, from before the other program was loaded.
+        costs.append({"wall": time.perf_counter() - began, "cpu": used.ru_utime + used.ru_stime})
+    return {key: median(cost[key] for cost in costs) for key in costs[0]}
+
+
 def cli_rows(bench: Bench) -> Iterator[Row]:
     """`cwtrain --help`, as a shell starts it."""
 
     def measure(who: str) -> Cost:
-        command = [str(bench.python(who).parent / "cwtrain"), "--help"]
-        costs = []
-        for _ in range(5):
-            began = time.perf_counter()
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=bench.work, env=clean())
-            assert process.stdout is not None
-            shown = process.stdout.read()
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            process.stdout.close()
-            assert process.returncode == 0, process.returncode
-            assert b"hotload" in shown
-            # Its peak memory would be that of this process, from before the other program was loaded.
-            costs.append({"wall": time.perf_counter() - began, "cpu": used.ru_utime + used.ru_stime})
-        return {key: median(cost[key] for cost in costs) for key in costs[0]}
+        return show_help([bench.python(who).parent / "cwtrain"], bench.work, clean())
 
     measure("ours"), measure("peer")  # the disk's and the byte code's first time
     row = Row("`cwtrain --help`, CPU", at_least=2, aim=3, verified="exit code 0, lists the commands")
@@ -474,6 +481,13 @@ def sampler_rows(bench: Bench) -> Iterator[Row]:
         yield row
 
 
+def ablation_rows(bench: Bench) -> Iterator[Row]:
+    """What single mechanisms buy, by ablation.py beside this file."""
+    import ablation
+
+    yield from ablation.rows(bench, Row, warm)
+
+
 ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "delta": delta_rows,
     "mirror": mirror_rows,
@@ -481,6 +495,7 @@ ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "upload": upload_rows,
     "sampler": sampler_rows,
     "cli": cli_rows,
+    "ablation": ablation_rows,
 }
 
 
@@ -562,14 +577,14 @@ def main() -> None:
     """Measure what was asked for and write the reports."""
     parser = argparse.ArgumentParser(description="Measure the project beside the published wheel.")
     parser.add_argument("--size", choices=["small", "full"], default="small")
-    parser.add_argument("--only", default=",".join(GROUPS), help="some of: %(default)s")
+    parser.add_argument("--only", default=",".join(GROUPS), help=f"some of: %(default)s,{','.join(NAMED_GROUPS)}")
     parser.add_argument("--rounds", type=int, help="default: 3 for small, 5 for full")
     parser.add_argument("--out", type=Path, default=ROOT / "build/benchmarks", help="reports, data and environments")
     parser.add_argument("--python", help="a Python 3.12")
     parser.add_argument("--before", metavar="COMMIT", help="measure beside the code of that commit, not the wheel")
     parser.add_argument("--ours", metavar="COMMIT", help="measure that commit, not this checkout")
     options = parser.parse_args()
-    if unknown := set(options.only.split(",")) - set(GROUPS):
+    if unknown := set(options.only.split(",")) - set(ROWS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     rounds = options.rounds or (9 if options.before else 5 if options.size == "full" else 3)
     out = options.out.resolve()
@@ -608,7 +623,7 @@ def main() -> None:
         write_reports(out, found, rows)
 
     installed = versions(ours), versions(peer)
-    for group in GROUPS:
+    for group in ROWS:
         if group in options.only.split(","):
             found = list(ROWS[group](bench))
             rows += map(beside_before, found) if options.before else found

@@ -1,8 +1,8 @@
 """One upload in a fresh process, with what it cost: python upload_op.py WHO DIRECTORY ENDPOINT CA_BUNDLE IDENTITY
 
-WHO is `ours`, `peer` (both call `upload_snapshot` of the `cwtrain` that this Python has), or `floor` (SHA-256 of each
-file, then sendfile). Imports, inspection and the client are outside the clock. Prints JSON: wall and CPU seconds, peak
-MiB.
+WHO is `ours`, `peer` (both call `upload_snapshot` of the `cwtrain` that this Python has), `stream` (`SnapshotWriter`,
+the tensors in memory), or `floor` (SHA-256 of each file, then sendfile). Imports, inspection and the client are outside
+the clock. Prints JSON: wall and CPU seconds, peak MiB.
 """
 
 from __future__ import annotations
@@ -18,20 +18,50 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+import without
+
 PART = 64 << 20
 
 
 def cwtrain_upload(directory: str, endpoint: str, ca_bundle: str, identity: str) -> Callable[[], Any]:
     """Return the upload as users call it."""
     from cwtrain.hotload import inspect_snapshot, upload_snapshot
+
+    client = client_of(endpoint, ca_bundle)
+    snapshot = inspect_snapshot(directory)
+    return lambda: upload_snapshot(snapshot, bucket="bench", identity=identity, s3=client)
+
+
+def client_of(endpoint: str, ca_bundle: str) -> Any:
+    """Return a client that has asked for something, so that what the first request costs is outside the clock."""
     from cwtrain.infra import s3_client
 
     keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "US-EAST-04A"}
     verify = {"verify": ca_bundle} if ca_bundle else {}
     client: Any = s3_client(endpoint, **keys, **verify)
-    snapshot = inspect_snapshot(directory)
     client.list_objects_v2(Bucket="bench", Prefix="nothing")
-    return lambda: upload_snapshot(snapshot, bucket="bench", identity=identity, s3=client)
+    return client
+
+
+def streamed_upload(directory: str, endpoint: str, ca_bundle: str, identity: str) -> Callable[[], Any]:
+    """Return the directory's tensors as a full snapshot from memory."""
+    from operations import in_memory
+
+    from cwtrain.hotload import SnapshotWriter
+    from cwtrain.storage import Location, S3Store
+
+    store = S3Store(client_of(endpoint, ca_bundle), "bench")
+    tensors = in_memory(directory)
+
+    def run() -> None:
+        location = Location("bench", "")
+        with SnapshotWriter(store, location, identity, kind="full", side_files=directory) as writer:
+            for name, data, dtype, shape in tensors:
+                writer.add(name, data, dtype=dtype, shape=shape)
+            writer.finalise([writer.close()])
+
+    return run
 
 
 def floor_upload(directory: str, endpoint: str, identity: str) -> Callable[[], Any]:
@@ -61,8 +91,11 @@ def floor_upload(directory: str, endpoint: str, identity: str) -> Callable[[], A
 
 def main(who: str, directory: str, endpoint: str, ca_bundle: str, identity: str) -> None:
     """Make it ready, run it once under the clock, print what it took."""
+    without.apply()
     if who == "floor":
         operation = floor_upload(directory, endpoint, identity)
+    elif who == "stream":
+        operation = streamed_upload(directory, endpoint, ca_bundle, identity)
     else:
         operation = cwtrain_upload(directory, endpoint, ca_bundle, identity)
     before, began = os.times(), time.perf_counter()

@@ -1,7 +1,8 @@
 """An S3 server that throws bytes away, for measuring clients: python upload_sink.py [CERTIFICATE KEY]
 
-It prints its port and serves until its standard input ends. It knows what an upload asks for (conditional PUT,
-multipart, metadata, listings of one page), keeps sizes and metadata, and the bytes of small objects only.
+With `--bytes-per-second N` no connection takes more than that. It prints its port and serves until its standard input
+ends. It knows what an upload asks for (conditional PUT, multipart, metadata, listings of one page), keeps sizes and
+metadata, and the bytes of small objects only.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from typing import NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
 
 KEPT_BYTES = 1 << 20
 BLOCK = 1 << 20
+PACED_BYTES = 256 << 10
 
 
 class Sink:
     """The state: objects by key, as (size, metadata, bytes up to ``kept_bytes``), and what is in open uploads."""
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES, bytes_per_second: int = 0) -> None:
         self.kept_bytes = kept_bytes
+        self.bytes_per_second = bytes_per_second
         self.objects: dict[str, tuple[int, dict[str, str], bytes]] = {}
         self.uploads: dict[str, tuple[dict[str, str], dict[int, tuple[int, bytes]]]] = {}
         self.lock = threading.Lock()
@@ -52,8 +56,14 @@ class Sink:
                 length = int(headers.get("x-amz-decoded-content-length", 0))
             else:
                 length = int(headers.get("content-length", 0))
-                if not _drop(sock, buffer, scratch, length, kept if length <= self.kept_bytes else None):
-                    return
+                began = time.perf_counter()
+                for begin in range(0, length, PACED_BYTES if self.bytes_per_second else max(1, length)):
+                    size = min(PACED_BYTES, length - begin) if self.bytes_per_second else length
+                    if not _drop(sock, buffer, scratch, size, kept if length <= self.kept_bytes else None):
+                        return
+                    if self.bytes_per_second:
+                        due = (begin + size) / self.bytes_per_second
+                        time.sleep(max(0.0, began + due - time.perf_counter()))
             with self.lock:
                 status, extra, body = self.answer(method, target, headers, length, bytes(kept))
             head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in extra.items())
@@ -155,11 +165,15 @@ def serve_until_stdin_ends(sink: Sink, listener: socket.socket, context: ssl.SSL
 
 def main(arguments: list[str]) -> None:
     """Serve on a free port of loopback."""
-    context = None
+    context, pace = None, 0
+    if "--bytes-per-second" in arguments:
+        at = arguments.index("--bytes-per-second")
+        pace = int(arguments[at + 1])
+        del arguments[at : at + 2]
     if arguments:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*arguments)
-    sink = Sink()
+    sink = Sink(bytes_per_second=pace)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)
 
