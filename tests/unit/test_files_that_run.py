@@ -24,7 +24,7 @@ from helpers.tiny_checkpoint import tiny_tensors, write_delta_by_hand, write_ful
 from helpers.toy_model import Model
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
-BUDGETS = {"publish of a delta": 44, "version from a directory": 77, "version from tensors": 64, "sampled group": 16}
+BUDGETS = {"publish of a delta": 50, "version from a directory": 86, "version from tensors": 70, "sampled group": 18}
 
 
 def files_run(call: Callable[[], Any]) -> list[str]:
