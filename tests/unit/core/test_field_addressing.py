@@ -6,6 +6,7 @@ one style only and says why.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from botocore.config import Config
 
 from cwtrain.errors import ConfigError, ConnectionFailedError
+from cwtrain.hotload import HotLoader
 from cwtrain.storage import S3Store, s3_client, s3_settings
+from helpers.fake_service import FakeService
 
 OTHER = "https://s3.internal:8443"
 PATH, VIRTUAL = f"{OTHER}/weights/a", "https://weights.s3.internal:8443/a"
@@ -134,3 +137,16 @@ def test_a_store_without_a_host_name_for_its_bucket_gets_the_hint() -> None:
     with pytest.raises(ConnectionFailedError) as caught:
         store.head("a")
     assert "CW_S3_ADDRESSING_STYLE=path" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("style", ["path", "virtual", "auto"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_loader_in_another_process_reaches_the_store_in_the_same_way(style: str, stored: bool) -> None:
+    given = s3_client(
+        OTHER, config=Config(s3={"addressing_style": style}, request_checksum_calculation="when_supported")
+    )
+    loader = HotLoader(FakeService(), "dep", s3=S3Store(given, "weights") if stored else given)
+    store: Any = pickle.loads(pickle.dumps(loader)).store
+    again = store.inner._client
+    assert url(again) == url(given)
+    assert again.meta.config.request_checksum_calculation == "when_supported"

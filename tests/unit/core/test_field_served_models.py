@@ -89,9 +89,18 @@ def test_a_wrapped_model_is_refused_with_the_way_to_merge_it(tmp_path: Path, nam
     assert not store.objects
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
-def test_other_wrappers_are_named(tmp_path: Path, wrapper: str) -> None:
-    root = checkpoint(tmp_path / "c", [f"model.{wrapper}.layers.0.weight"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model._orig_mod.layers.0.weight"],
+        ["model._fsdp_wrapped_module.layers.0.weight"],
+        ["model._fpw_module.layers.0.weight"],
+        ["model.layers.0._checkpoint_wrapped_module.weight"],
+        ["module.model.layers.0.weight", "module.lm_head.weight"],
+    ],
+)
+def test_other_wrappers_are_named(tmp_path: Path, names: list[str]) -> None:
+    root = checkpoint(tmp_path / "c", names)
     with pytest.raises(SnapshotLayoutError, match="save the module inside it") as caught:
         inspect_snapshot(root)
     assert "merge" not in str(caught.value)
@@ -132,6 +141,9 @@ Q = "layers.0.q_proj"
     [
         ({}, {f"{Q}.weight": "F8_E4M3", f"{Q}.weight_scale_inv": "F32"}, "has no quantization_config"),
         ({}, {f"{Q}.qweight": "I32", f"{Q}.qzeros": "I32", f"{Q}.scales": "F16"}, "has no quantization_config"),
+        ({}, {f"{Q}.weight": "U8", f"{Q}.weight.absmax": "F32"}, "has no quantization_config"),
+        ({}, {"e.down_blocks": "U8", "e.down_scales": "U8"}, "has no quantization_config"),
+        ({}, {"router_scales": "F32", "module.weight": "BF16"}, None),
         (FP8, {f"{Q}.weight": "BF16"}, "says fp8, but no tensor is quantised"),
         ({"text_config": FP8}, {f"{Q}.weight": "BF16"}, "says fp8, but no tensor is quantised"),
         (FP8, {f"{Q}.weight": "F8_E4M3"}, "have no scales|has no scales"),

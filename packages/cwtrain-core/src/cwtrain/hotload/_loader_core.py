@@ -192,6 +192,7 @@ class LoaderCore:
                 known.endpoint_url if known else None,
                 region_name=known.region if known else None,
                 max_pool_connections=max(64, workers),
+                **({} if known is None else {"config": known.config()}),
             )
         return PatientStore(
             store_for(self.target.bucket, home._s3),

@@ -28,9 +28,13 @@ _PEFT_PARTS = frozenset(
 _PEFT_STARTS = ("lora_", "hada_", "lokr_", "vera_lambda", "oft_", "boft_", "adalora_", "randlora_", "bone_", "vblora_")
 _WRAPPERS = {
     "_fsdp_wrapped_module": "FSDP", "_checkpoint_wrapped_module": "activation checkpointing", "_orig_mod":
-    "torch.compile", "_forward_module": "Lightning or DeepSpeed",
+    "torch.compile", "_forward_module": "Lightning or DeepSpeed", "_fpw_module": "FSDP", "_flat_param": "FSDP",
 }  # fmt: skip
-_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_packed", ".qweight", ".SCB")
+_PARALLEL = "module."
+"""How DistributedDataParallel and DeepSpeed call what they wrap. One tensor alone of a model may be called so, too."""
+_SCALES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_packed", ".qweight", ".qzeros", ".SCB", ".absmax",
+)  # fmt: skip
 _QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model")
 _OF_BYTES = ("byt5", "canine", "perceiver")
@@ -41,6 +45,9 @@ def wrapped_names(names: Iterable[str]) -> str | None:
     """Return why an engine knows no tensors of such names: they are those of a wrapper around the model; else None."""
     peft: list[str] = []
     other: dict[str, list[str]] = {}
+    names = list(names)
+    if len(names) > 1 and all(name.startswith(_PARALLEL) for name in names):
+        other["DistributedDataParallel or DeepSpeed"] = names
     for name in names:
         parts = name.split(".")
         if name.startswith(_PEFT_PREFIX) or any(one in _PEFT_PARTS or one.startswith(_PEFT_STARTS) for one in parts):
@@ -71,7 +78,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def quantisation_trouble(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:
     """Return how ``config.json`` and the tensors, name to dtype, disagree on quantisation; None where they agree."""
     said = quantisation_of(config)
-    scales = [name for name in dtypes if name.endswith(_SCALES)]
+    scales = [name for name, dtype in dtypes.items() if _is_scale_of_quantised(name, dtype)]
     if said is None and scales:
         return (
             f"config.json: has no quantization_config, but {_some(scales)} are of quantised weights: an engine would "
@@ -91,6 +98,10 @@ def quantisation_trouble(config: Mapping[str, Any], dtypes: Mapping[str, str]) -
             "look for them; save the scales with the weights"
         )
     return None
+
+
+def _is_scale_of_quantised(name: str, dtype: str) -> bool:
+    return name.endswith(_SCALES) or (name.endswith("_scales") and dtype in ("U8", "F8_E8M0"))  # the latter: MXFP4's
 
 
 def _has_scale(name: str, names: Collection[str]) -> bool:
@@ -181,5 +192,5 @@ def _some(names: Collection[str]) -> str:
     return (
         f"{len(names)} tensors ({shown}{', ...' if len(names) > _EXAMPLES else ''})"
         if len(names) > 1
-        else f"tensor {shown}"
+        else f"tensors such as {shown}"
     )

@@ -79,6 +79,11 @@ class S3Settings:
         """Whether the bucket has to be part of a host name."""
         return self.addressing == "virtual" or (self.addressing != "path" and self.real)
 
+    def config(self) -> Config:
+        """Return what another client needs beside endpoint and region to reach the store in the same way."""
+        checksums = {"request_checksum_calculation": self.checksums} if self.checksums else {}
+        return Config(s3={"addressing_style": self.addressing}, **checksums)
+
 
 # botocore sessions fill caches that two threads must not fill at once, so clients are made one at a time.
 _CREATING = threading.Lock()
