@@ -37,7 +37,8 @@ class HotLoader(LoaderCore):
     ``client`` is an ``InferenceClient``; ``s3`` a boto3 client (made from the environment at first use without it);
     ``poll_interval`` and ``timeout`` are seconds. ``timeout`` covers everything after the upload: waiting for another
     hot-load, acceptance, and the hot-load itself; and it bounds how long an outage of the store is waited out.
-    ``within(seconds)`` bounds everything, the upload too. ``plugins`` is the process-wide set unless given.
+    An upload has no limit of its own: a store that takes bytes is waited for, however slow it is. ``within(seconds)``
+    bounds everything, the upload too. ``plugins`` is the process-wide set unless given.
     ``max_bytes_per_second`` limits the bandwidth of uploads (else ``CWTRAIN_UPLOAD_MAX_BYTES_PER_SECOND`` does).
 
         loader = HotLoader(InferenceClient(), deployment_id="<uuid>")
@@ -107,8 +108,8 @@ class HotLoader(LoaderCore):
         A delta needs its predecessor: ``previous_identity``, or a numeric ``base_version`` N in its index, which means
         ``weight_v{N:06d}``. The whole plan is checked before the first byte is written, by plugins, too;
         ``dry_run=True`` returns it and writes nothing, and raises what a publish would be refused with. ``timeout``
-        (seconds) starts when the upload is done. ``on_progress`` gets a ProgressEvent at each step. ``version`` is the
-        trainer's number, for the manifest and the events.
+        (seconds) starts when the upload is done; ``within`` limits that, too. ``on_progress`` gets a ProgressEvent at
+        each step. ``version`` is the trainer's number, for the manifest and the events.
 
         The predecessor must hold the version that the delta's own index names as its base: its manifest says which one
         it holds, or else its name. ``base_version`` says so where the caller knows better (versions in between that
