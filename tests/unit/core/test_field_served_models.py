@@ -241,7 +241,12 @@ def test_ends_of_an_answer_that_differ(tmp_path: Path, config: Any, generation: 
         (["vocab.json", "merges.txt"], False),
         (["tokenizer.json"], False),
         (["tokenizer.model"], False),
+        (["tokenizer.model.v3"], False),
         (["qwen.tiktoken"], False),
+        (["bpe.model"], False),
+        (["source.spm"], False),
+        (["sentence.vocab"], False),
+        (["bpe.codes"], True),
         (["tekken.json"], False),
         (["vocab.txt"], False),
     ],
@@ -266,12 +271,14 @@ def test_a_tokenizer_of_bytes_has_no_file(tmp_path: Path) -> None:
 def test_all_files_of_a_tokenizer_are_uploaded_and_kept_by_copies(tmp_path: Path) -> None:
     root = checkpoint(tmp_path / "c")
     (root / "qwen.tiktoken").write_text("IQ== 0")
+    (root / "target.spm").write_text("x")
     (root / "additional_chat_templates").mkdir()
     for name in ("rag.jinja", "tool_use.jinja", "notes.md", ".hidden.jinja"):
         (root / "additional_chat_templates" / name).write_text(name)
     (root / "other").mkdir()
     (root / "other" / "x.jinja").write_text("x")
     beside = ["additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja", "qwen.tiktoken"]
+    beside.append("target.spm")
 
     def files(place: Path) -> set[str]:
         return {

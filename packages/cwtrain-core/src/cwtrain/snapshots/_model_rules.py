@@ -36,7 +36,8 @@ _SCALES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_packed", ".qweight", ".qzeros", ".SCB", ".absmax",
 )  # fmt: skip
 _QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4"})
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model")
+_TOKENIZERS = ("tokenizer.json", "tekken.json", "vocab.txt")
+_VOCABULARIES = (".model", ".tiktoken", ".vocab", ".spm")
 _OF_BYTES = ("byt5", "canine", "perceiver")
 _EXAMPLES = 3
 
@@ -180,8 +181,8 @@ def has_tokenizer(names: Iterable[str], config: Mapping[str, Any]) -> bool:
     return (
         kind.startswith(_OF_BYTES)  # its tokens are bytes or characters: there is no vocabulary
         or "bytetokenizer" in kind
-        or any(name in _TOKENIZERS or name.endswith((".tiktoken", ".vocab")) for name in folded)
-        or "vocab.txt" in folded
+        or any(name in _TOKENIZERS or name.endswith(_VOCABULARIES) for name in folded)
+        or any(name.startswith("tokenizer.model.") for name in folded)  # Mistral's, with a version behind it
         or {"vocab.json", "merges.txt"} <= folded
         or any(name.startswith("tokenization_") for name in folded)
     )

@@ -17,7 +17,10 @@ ADAPTER = "adapter_config.json"
 TEMPLATES = "additional_chat_templates"
 """The one folder that belongs to a snapshot: a tokenizer's chat templates beside its first one, a file for each."""
 
-_ALLOWED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "tokenizer*", "merges*", "vocab*")
+_ALLOWED = (
+    "*.json", "*.txt", "*.jinja", "*.py", "tokenizer*", "merges*", "vocab*",
+    "*.model", "*.tiktoken", "*.vocab", "*.spm", "*.codes",
+)  # fmt: skip
 _REFUSED = (
     ".*",
     "*.bin", "*.pt", "*.pth", "*.tmp", "*.safetensors",
