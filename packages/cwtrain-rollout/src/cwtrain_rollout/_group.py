@@ -201,12 +201,11 @@ class GroupRun:
             tokenise=engine.tokenise,
             quote=engine.quoted,
         )
-        asked = Asked(
-            prompt=len(ask.prompt),
-            room=ask.max_tokens,
-            logprobs=logprobs,
-            text_left=self.group.text is not None and not text,
-        )
+
+        def asked() -> Asked:
+            left = self.group.text is not None and not text
+            return Asked(prompt=len(ask.prompt), room=ask.max_tokens, logprobs=logprobs, text_left=left)
+
         payload, headers = msgspec.json.encode(body), self._headers(request_id)
         try:
             if self.streamed:
@@ -219,7 +218,7 @@ class GroupRun:
                 content_type = reply.content_type
                 wanted.quote = lambda body: engine.quoted(body, content_type)
                 if not reply.good:
-                    return await self._not_good(reply, request_id, ask, asked)
+                    return await self._not_good(reply, request_id, ask, asked())
                 read = read_answer(reply.body, wanted)
                 if reply.queue_seconds is not None and read.queue_seconds is None:
                     read = attrs.evolve(read, queue_seconds=reply.queue_seconds)
@@ -230,7 +229,7 @@ class GroupRun:
             if exc.error is not None:
                 words = exc.error.decode("utf-8", "replace")
                 if speaks_of_length(200, words) and await self._learned(
-                    words, ask, asked, request_id, only_length=True
+                    words, ask, asked(), request_id, only_length=True
                 ):
                     return None
             return config.quoted(str(exc), limit=1000)
@@ -242,7 +241,8 @@ class GroupRun:
             raise RolloutAnswerError(message, request_id=request_id, hint=exc.hint) from exc
         if self.text:
             engine.text = True
-        engine.routed = engine.routed or any(choice.routed_experts for choice in read.choices.values())
+        if config.routed_experts and not engine.routed:
+            engine.routed = any(choice.routed_experts for choice in read.choices.values())
         if read.unfit_routes is not None and not engine.routed:
             raise RolloutAnswerError(
                 f"{config.base_url}/completions gives no routed experts that can be used: an answer was read, and "

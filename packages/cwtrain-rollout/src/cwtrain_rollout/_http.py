@@ -361,8 +361,12 @@ async def _body(response: aiohttp.ClientResponse, most: int) -> bytes:
     """Return the body of an answer; raises ``NoAnswer`` above ``most`` bytes. Of a refusal only the start is read."""
     good = 200 <= response.status < 300
     limit = most if good else min(most, _MOST_BYTES_OF_A_REFUSAL)
+    length, headers = response.content_length, response.headers
+    plain = "Content-Encoding" not in headers and "Transfer-Encoding" not in headers
+    if good and plain and length is not None and length <= limit:
+        return await response.read()  # nearly all answers: aiohttp holds them to the length that they name
     pieces: list[bytes] = []
-    size = response.content_length or 0 if good else 0
+    size = length or 0 if good else 0
     if size <= limit:
         size = 0
         with _ends_with_its_connection(response):

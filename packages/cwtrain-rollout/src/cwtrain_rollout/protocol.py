@@ -140,9 +140,9 @@ def _items(value: Any) -> Any:
 
     Texts and bytes are one thing each, and mappings and sets have no order to rely on.
     """
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return tuple(value)
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | AbstractSet):
+    if isinstance(value, (str, bytes, bytearray, memoryview, Mapping, AbstractSet)):
         return value
     if hasattr(value, "tolist"):
         found = value.tolist()
@@ -167,7 +167,7 @@ def _ids_or_none(value: Iterable[SupportsIndex] | None) -> tuple[int, ...] | Non
 
 
 def _id_lists(value: Iterable[Iterable[SupportsIndex]] | None) -> tuple[tuple[int, ...], ...] | None:
-    found = _items(value)
+    found = None if value is None else _items(value)
     return tuple(map(_ids, found)) if type(found) is tuple else found
 
 
