@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -11,8 +12,10 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Mapping
+from unittest import mock
 
 import attrs
 
@@ -37,16 +40,51 @@ class Seen:
         return "\n".join(self.lines)
 
 
+def shown(*args: str, columns: int = 80, env: Mapping[str, str] | None = None) -> Seen:
+    """Run ``cwtrain args`` in this process with a terminal of ``columns`` as its output: no new interpreter."""
+    from cwtrain.cli import main
+
+    ours, theirs = _open(columns)
+    written = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while block := os.read(ours, 65536):
+                written.extend(block)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with (
+        mock.patch.dict(os.environ, {**_environ(), **(env or {})}, clear=True),
+        open(theirs, "w", encoding="utf-8", buffering=1) as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
+        code = main(list(args))
+    reader.join(60)
+    os.close(ours)
+    return Seen(code, written.decode("utf-8", "replace"))
+
+
+def _open(columns: int) -> tuple[int, int]:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    return ours, theirs
+
+
+def _environ() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    return {**kept, "TERM": "xterm"}
+
+
 def on_terminal(
     *args: str, columns: int = 80, env: Mapping[str, str] | None = None, program: tuple[str, ...] = ("-m", "cwtrain")
 ) -> Seen:
     """Run ``python -m cwtrain args`` with a terminal of ``columns`` as its streams, and wait for it."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    environ = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    ours, theirs = _open(columns)
     process = subprocess.Popen(
         [sys.executable, *program, *args],
-        env={**environ, "TERM": "xterm", **(env or {})},
+        env={**_environ(), **(env or {})},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

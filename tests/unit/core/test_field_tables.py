@@ -17,7 +17,7 @@ from cwtrain.hotload import ProgressEvent
 from cwtrain.storage import UploadProgress
 from helpers.run_cli import run
 from helpers.snapshot_files import write_delta, write_full
-from helpers.terminal import on_terminal
+from helpers.terminal import on_terminal, shown
 from helpers.tiny_api import TinyApi
 from helpers.virtual_clock import VirtualClock
 
@@ -62,7 +62,7 @@ def check_for_people(seen, columns=80):
     ],
 )
 def test_a_table_fits_the_terminal_and_ids_stay_whole(api, words, whole, columns):
-    seen = on_terminal("-o", "table", *words.split(), columns=columns, env=api.env)
+    seen = shown("-o", "table", *words.split(), columns=columns, env=api.env)
     check_for_people(seen, columns)
     for word in whole:
         assert any(word in line for line in seen.lines), word
@@ -70,7 +70,7 @@ def test_a_table_fits_the_terminal_and_ids_stay_whole(api, words, whole, columns
 
 def test_sizes_and_times_have_units(tmp_path):
     write_full(tmp_path / "full", {"a.w": ("BF16", [4 << 20], bytes(8 << 20))})
-    seen = on_terminal("-o", "table", "snapshot", "show", str(tmp_path / "full"))
+    seen = shown("-o", "table", "snapshot", "show", str(tmp_path / "full"))
     check_for_people(seen)
     assert "8.0 MiB" in seen.text
     assert "8388608" not in seen.text
@@ -187,6 +187,6 @@ def test_a_delta_is_shown_with_a_bar_that_fits(tmp_path):
     old = {f"model.layers.{n}.self_attn.q_proj.weight": ("BF16", [32], bytes(64)) for n in range(3)}
     new = {name: ("BF16", [32], bytes(range(64))) for name in old}
     write_delta(tmp_path / "delta", old, new)
-    seen = on_terminal("-o", "table", "snapshot", "show", str(tmp_path / "delta"))
+    seen = shown("-o", "table", "snapshot", "show", str(tmp_path / "delta"))
     check_for_people(seen)
     assert "█" in seen.text
