@@ -76,3 +76,18 @@ def test_a_python_program_shows_the_next_step() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.count("\nnext: ") == 1
+
+
+def test_a_store_that_fails_for_a_while_has_its_next_step_in_the_traceback_too() -> None:
+    """Its hint was set when the error was there already, and so was no note of it."""
+    from botocore.exceptions import ClientError
+
+    from cwtrain.storage._translate import translate
+
+    for code, status in (("SlowDown", 503), ("InternalError", 500)):
+        refused = ClientError(
+            {"Error": {"Code": code, "Message": "later"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject"
+        )
+        error = translate(refused, action="s3:PutObject", bucket="weights", key="k")
+        assert error.hint
+        assert traced(error).count(error.hint) == 1

@@ -163,6 +163,24 @@ def test_quiet_stays_quiet(capfd, quiet):
     assert ("something" in capfd.readouterr().err) is not quiet
 
 
+def test_what_serves_until_it_is_ended_is_no_wait(capfd):
+    from cwtrain.waits import current, serving, waiting
+
+    clock = VirtualClock()
+    heart = heart_of(clock)
+    with waiting("demo is at work", clock=clock.now):
+        with serving():
+            clock.sleep(3600)
+            heart.beat()
+            assert current() is None
+            with waiting("a request"):  # of something that goes on beside
+                assert "a request" in current()
+        assert capfd.readouterr().err == ""
+        clock.sleep(31)
+        heart.beat()
+    assert "demo is at work" in capfd.readouterr().err
+
+
 def test_a_command_that_nobody_thought_of_is_told_by_its_name():
     import click
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from cwtrain.models.text import duration
 
-__all__ = ["SILENCE_SECONDS", "Wait", "current", "waiting"]
+__all__ = ["SILENCE_SECONDS", "Wait", "current", "serving", "waiting"]
 
 SILENCE_SECONDS: Final = 25.0
 """After so long without a word a wait is told: nobody is left without one for half a minute."""
@@ -107,6 +107,13 @@ def waiting(
         _waits.remove(wait)
 
 
+@contextmanager
+def serving() -> Iterator[None]:
+    """Note inside the block that this process serves until it is ended, and has said so: that is no wait to be told."""
+    with waiting(""):
+        yield
+
+
 def current() -> str | None:
     """Return in words what this process waits for, None where nothing is: the whole, and the request that takes long.
 
@@ -115,6 +122,8 @@ def current() -> str | None:
     """
     waits = list(_waits)
     wholes = [wait for wait in waits if not wait.part]
+    if wholes and not wholes[-1].what:
+        return None
     slow = [wait for wait in waits if wait.part and (wait.spent >= _INNER_SECONDS or not wholes)]
     limits = [left for wait in wholes if (left := wait.left) is not None]
     told = [wait.words(min(limits, default=None)) for wait in wholes[-1:]] + [wait.words() for wait in slow[:1]]

@@ -89,6 +89,7 @@ def demo(
         os.environ.setdefault(name, "1")
 
     from cwtrain.cli._output import LiveTable
+    from cwtrain.waits import serving
     from cwtrain_demo.loop import DemoConfig, run_demo
     from cwtrain_demo.report import human_bytes, report_html
     from cwtrain_demo.result import DemoResult, Step, Version
@@ -129,8 +130,8 @@ def demo(
         def hold(result: DemoResult, emulator: Emulator) -> None:
             tell(result)
             sys.stdout.flush()
-            ctx.out.say(f"the emulator goes on: its page is {emulator.page_url}; Ctrl-C ends it")
-            with contextlib.suppress(KeyboardInterrupt, Terminated):
+            with contextlib.suppress(KeyboardInterrupt, Terminated), serving():
+                ctx.out.say(f"the emulator goes on: its page is {emulator.page_url}; Ctrl-C ends it")
                 while True:
                     time.sleep(3600)
 

@@ -225,7 +225,8 @@ def _refusal(
         )
     refusal = StorageError(f"{what} ({said})", **place)
     if passes(refusal):
-        refusal.hint = "the store is busy or failing: run it again, what is in the bucket is not sent again"
+        again = "the store is busy or failing: run it again, what is in the bucket is not sent again"
+        return StorageError(refusal.message, hint=again, **place)
     return refusal
 
 
