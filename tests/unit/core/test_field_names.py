@@ -131,6 +131,11 @@ def test_help_of_every_command_has_the_global_options(words):
     assert text.index("Global options") < text.index("--base-url")
 
 
+def test_an_argument_is_no_option():
+    _, _, options = run("hotload", "status", "--help").out.partition("\nOptions:\n")
+    assert options.lstrip().startswith("--deployment")
+
+
 def test_commands_of_plugins_are_completed():
     def completed(words, number):
         done = program(env={"_CWTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)})

@@ -196,7 +196,7 @@ class Command(click.Command):
         rows: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and not isinstance(param, click.Argument):
                 rows[param.opts[0] in common and param not in self.params].append(record)
         for ours, title in ((False, "Options"), (True, "Global options")):
             if rows[ours]:
