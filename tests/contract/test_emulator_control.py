@@ -319,7 +319,7 @@ def test_status_faults_and_reset_from_the_command_line(tmp_path: Path, tiny_mode
     gone = run_cli("status", "--state-dir", state)
     assert gone.returncode == 1
     assert "no emulator runs on the state directory" in gone.stderr
-    assert "cwtrain emulator serve --state-dir" in gone.stderr
+    assert "cwtrain emulator start --state-dir" in gone.stderr
 
 
 def test_which_emulator_is_asked_for() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.emulator_api import Api
-from helpers.held_answers import check_hot_loads, check_resources, hot_loads, interrupt, make_models
+from helpers.interrupted_commands import check_hot_loads, check_resources, hot_loads, interrupt, make_models
 from helpers.run_cli import run
 
 Fixture = Any

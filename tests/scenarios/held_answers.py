@@ -7,7 +7,7 @@ import signal
 
 from cwtrain_emulator.pytest_plugin import Faults
 from helpers.emulator_api import Api
-from helpers.held_answers import CODES, check_hot_loads, check_resources, make_models
+from helpers.interrupted_commands import CODES, check_hot_loads, check_resources, make_models
 from scenarios import case
 from scenarios.parts import emulated_scene
 

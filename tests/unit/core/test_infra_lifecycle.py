@@ -125,7 +125,7 @@ def test_b32_a_time_out_tells_id_last_state_and_time(wait, make, rule, failed):
         "x is not READY after 45.0 s; last seen: UNSPECIFIED (STATUS_NEW_IN_2027); the last look failed: busy" in text
     )
     assert api.clock.spent == pytest.approx(45)
-    assert "get x" in caught.value.hint
+    assert "wait x" in caught.value.hint
     assert "delete x" in caught.value.hint
 
 
