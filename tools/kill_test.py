@@ -97,7 +97,8 @@ def main() -> int:
     command.add_argument("--kind", action="append", choices=["first", "next", "in-place", "one-pass", "undo"])
     command.set_defaults(run=run_mirror)
     options = parser.parse_args()
-    needed.need("cwtrain", "cwtrain_emulator", "zstandard", "numpy")
+    emulator = ("cwtrain_emulator",) if options.what == "publisher" else ()
+    needed.need("cwtrain", "zstandard", "numpy", *emulator)
     code: int = options.run(options)
     return code
 

