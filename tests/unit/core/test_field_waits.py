@@ -197,6 +197,7 @@ def test_a_command_that_nobody_thought_of_is_told_by_its_name():
 
 
 def test_sampling_has_a_time_limit_and_says_what_it_waited_for():
+    pytest.importorskip("cwtrain_rollout")
     done = run(
         "rollout", "sample", "--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--prompt-ids", "1,2",
         "--timeout", "0.5",
