@@ -49,7 +49,10 @@ def wrapped_names(names: Iterable[str]) -> str | None:
     names = list(names)
     if len(names) > 1 and all(name.startswith(_PARALLEL) for name in names):
         other["DistributedDataParallel or DeepSpeed"] = names
-    for name in names:
+    # Thousands of names are made of a few words, which are looked at first.
+    words = set(".".join(names).split("."))
+    known = any(one in _PEFT_PARTS or one in _WRAPPERS or one.startswith(_PEFT_STARTS) for one in words)
+    for name in names if known or any(name.startswith(_PEFT_PREFIX) for name in names) else ():
         parts = name.split(".")
         if name.startswith(_PEFT_PREFIX) or any(one in _PEFT_PARTS or one.startswith(_PEFT_STARTS) for one in parts):
             peft.append(name)
