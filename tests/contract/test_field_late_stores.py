@@ -33,7 +33,7 @@ from helpers.tiny_checkpoint import write_full
 from helpers.toy_trainer import ToyTrainer
 from helpers.upload_files import contents, noise, write
 
-SECONDS = 0.6
+SECONDS = 1.2
 HERE = Location("weights", "run")
 SHARD = "model-00001-of-00001.safetensors"
 SMALL_PARTS = PartSizes(multipart_above_bytes=3 << 20, part_bytes=2 << 20)
