@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from botocore.config import Config
 from cwtrain.errors import ConnectionFailedError, CWTrainError, StorageAccessError, StorageError, TransportError
 from cwtrain.storage import Location, S3Store, s3_client, upload_objects
 from cwtrain.storage._buffers import SendingStopped
+from cwtrain.storage._connection import Connection
 from cwtrain.storage._wire import OwnSending
 from cwtrain.storage.upload import PartSizes
 from helpers.requirements import require
@@ -550,6 +553,32 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used() -> None:
             while line and line[0].usable():  # until its end has arrived
                 pass
         client.close()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_client_that_nobody_closes_leaves_no_socket(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is a cycle: its connections are closed before the collector comes to their sockets, in any order."""
+    warned: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: warned.append(said.exc_value))
+    client: Any = s3_client("http://127.0.0.1:9")
+    gc.collect()
+    gc.disable()
+    try:
+        ours, other = socket.socketpair()
+        own = OwnSending(sending(client).theirs, connect_timeout=1, read_timeout=1)
+        own._put_back(("http", "127.0.0.1", 9), Connection(ours), True)
+        around: list[Any] = [own]
+        around.append(around)
+        own.around = around  # type: ignore[attr-defined]
+        if before:  # which leaves the objects in another order
+            gc.collect()
+        del own, around, ours
+        gc.collect()
+    finally:
+        gc.enable()
+    assert warned == []
+    assert other.recv(1) == b""
+    other.close()
 
 
 def test_a_server_that_says_nothing() -> None:

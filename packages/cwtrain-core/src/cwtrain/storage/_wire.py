@@ -17,8 +17,9 @@ import os
 import socket
 import ssl
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -116,8 +117,7 @@ class OwnSending:
         self._read_timeout = read_timeout
         self._keep_alive = keep_alive
         self._most = most
-        self._idle: dict[tuple[Any, ...], deque[Connection]] = {}
-        self._lock = threading.Lock()
+        self._begin()
         self._tls: ssl.SSLContext | None = None
         self._silent: set[tuple[Any, ...]] = set()
 
@@ -131,8 +131,17 @@ class OwnSending:
 
     def leave(self) -> Any:
         """Give up connections that are another process's, and return them."""
-        left, self._idle, self._lock = self._idle, {}, threading.Lock()
+        self._at_the_end.detach()
+        left = self._idle
+        self._begin()
         return left
+
+    def _begin(self) -> None:
+        self._idle: dict[tuple[Any, ...], deque[Connection]] = {}
+        self._lock = threading.Lock()
+        # Also for who never calls close(). No __del__: a client is a cycle, and its sockets may be collected before it.
+        self._at_the_end = weakref.finalize(self, _close_all, self._idle)
+        self._at_the_end.atexit = False
 
     def send(self, request: Any) -> Any:
         """Send a prepared request and return botocore's response object. Raises botocore's own exceptions."""
@@ -174,16 +183,10 @@ class OwnSending:
     def close(self) -> None:
         """Close every idle connection, ours and theirs."""
         with self._lock:
-            idle = [connection for line in self._idle.values() for connection in line]
+            idle = dict(self._idle)
             self._idle.clear()
-        for connection in idle:
-            connection.close()
+        _close_all(idle)
         self._theirs.close()
-
-    def __del__(self) -> None:
-        for line in self._idle.values():
-            for connection in line:
-                connection.close()
 
     def _ours(self, request: Any) -> bool:
         return (
@@ -231,6 +234,12 @@ class OwnSending:
             if self._tls is None:
                 self._tls = _tls_context(self._theirs._verify)
             return self._tls
+
+
+def _close_all(idle: Mapping[tuple[Any, ...], deque[Connection]]) -> None:
+    for line in idle.values():
+        for connection in line:
+            connection.close()
 
 
 def _tls_context(verify: bool | str) -> ssl.SSLContext:
